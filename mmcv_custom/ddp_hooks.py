@@ -1,0 +1,296 @@
+"""DDP communication hooks that average gradients, in half precision or not.
+
+Every hook can be registered directly::
+
+    ddp_model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
+
+This module imports nothing but torch.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    'allreduce_hook',
+    'fp16_compress_hook',
+    'bf16_compress_hook',
+    'fp16_compress_wrapper',
+    'bf16_compress_wrapper',
+]
+
+Future = torch.futures.Future
+
+
+def allreduce_hook(
+    process_group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a gradient bucket over the group, in the bucket's own dtype.
+
+    The division by the group size comes before the reduction, so that a sum
+    of half-precision gradients cannot overflow.
+
+    Args:
+        process_group: The group to average over; None is the world group.
+        bucket: Gradients of shape (numel,). The buffer is overwritten.
+
+    Returns:
+        A future of the bucket's buffer, which then holds the average.
+    """
+    buffer = bucket.buffer()
+    group = process_group if process_group is not None else dist.group.WORLD
+    buffer.div_(group.size())
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def fp16_compress_hook(
+    process_group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a gradient bucket over the group, float16 on the wire.
+
+    Values above 65504 become Inf and values below 6e-8 become 0. A bucket
+    that is not wider than 16 bits, or not real, is sent in its own dtype.
+
+    Args:
+        process_group: The group to average over; None is the world group.
+        bucket: Gradients of shape (numel,). The buffer is overwritten.
+
+    Returns:
+        A future of the bucket's buffer in its own dtype, which then holds
+        the average. The cast copy is released when it completes
+        (pytorch#45968).
+    """
+    return _reduce_cast(torch.float16, allreduce_hook, process_group, bucket)
+
+
+def bf16_compress_hook(
+    process_group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a gradient bucket over the group, bfloat16 on the wire.
+
+    The range is float32's, the relative rounding error up to 2**-8. The
+    backend has to reduce bfloat16: NCCL 2.10, or gloo as of torch 2.4. A
+    bucket that is not wider than 16 bits, or not real, is sent in its own
+    dtype.
+
+    Args:
+        process_group: The group to average over; None is the world group.
+        bucket: Gradients of shape (numel,). The buffer is overwritten.
+
+    Returns:
+        A future of the bucket's buffer in its own dtype, which then holds
+        the average. The cast copy is released when it completes
+        (pytorch#45968).
+    """
+    return _reduce_cast(torch.bfloat16, allreduce_hook, process_group, bucket)
+
+
+# `register_comm_hook` refuses a function of the name bf16_compress_hook on a
+# torch that was built without CUDA, whatever the backend can reduce.
+bf16_compress_hook.__name__ = 'bf16_compress'
+
+
+def fp16_compress_wrapper(
+    hook: Callable[[Any, dist.GradBucket], Any],
+) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+    """Run any communication hook on a float16 copy of the bucket.
+
+    ``fp16_compress_wrapper(allreduce_hook)`` equals ``fp16_compress_hook``.
+
+    Args:
+        hook: Called as ``hook(state, bucket)``; ``bucket.buffer()`` is the
+            float16 copy of shape (numel,). It may return anything that
+            ``call_hook`` accepts. A bucket that is not wider than 16 bits,
+            or not real, reaches it unchanged.
+
+    Returns:
+        A hook whose future yields the bucket's own buffer in its own dtype.
+
+    Raises:
+        TypeError: If ``hook`` is not callable.
+    """
+    return _compress_wrapper(torch.float16, 'fp16_compress_wrapper', hook)
+
+
+def bf16_compress_wrapper(
+    hook: Callable[[Any, dist.GradBucket], Any],
+) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+    """Run any communication hook on a bfloat16 copy of the bucket.
+
+    ``bf16_compress_wrapper(allreduce_hook)`` equals ``bf16_compress_hook``.
+
+    Args:
+        hook: Called as ``hook(state, bucket)``; ``bucket.buffer()`` is the
+            bfloat16 copy of shape (numel,). It may return anything that
+            ``call_hook`` accepts. A bucket that is not wider than 16 bits,
+            or not real, reaches it unchanged.
+
+    Returns:
+        A hook whose future yields the bucket's own buffer in its own dtype.
+
+    Raises:
+        TypeError: If ``hook`` is not callable.
+    """
+    return _compress_wrapper(torch.bfloat16, 'bf16_compress_wrapper', hook)
+
+
+def call_hook(
+    hook: Callable[[Any, dist.GradBucket], Any],
+    state: Any,
+    bucket: dist.GradBucket,
+) -> torch.futures.Future[torch.Tensor]:
+    """Call a hook and bring whatever it returns into the form DDP reads.
+
+    DDP reads the result's storage from its first element on and takes it for
+    contiguous; None kills the process. Here the values are copied into the
+    bucket's own buffer unless they are there already.
+
+    Args:
+        hook: Called as ``hook(state, bucket)``. It returns the reduced
+            values as a tensor of the buffer's length in any shape, stride
+            and real dtype, alone or in a list of one; or as a torch future
+            of that; or as an object whose ``wait()`` or ``value()`` yields
+            it. Only the torch future overlaps with the backward pass.
+        state: Handed to the hook untouched.
+        bucket: Gradients of shape (numel,). The buffer is overwritten.
+
+    Returns:
+        A future of the buffer that the bucket held before the call.
+
+    Raises:
+        TypeError: For another kind of result, or for sparse gradients.
+        ValueError: For a result of another length. Where the hook returned a
+            future, both reach ``backward()`` as a RuntimeError that holds
+            the message.
+    """
+    buffer = bucket.buffer()
+    if buffer.layout is not torch.strided:
+        raise TypeError(
+            f'communication hook {hook_name(hook)!r} got sparse gradients '
+            f'({buffer.layout}); use dense ones, as in '
+            'nn.Embedding(sparse=False)'
+        )
+    result = hook(state, bucket)
+    finish = partial(_store_result, hook, bucket, buffer)
+    if isinstance(result, Future):
+        return result.then(lambda future: finish(future.value()))
+    # A future that holds CUDA tensors has to know the device.
+    done = Future(devices=[buffer.device] if buffer.is_cuda else None)
+    done.set_result(finish(_resolve(result)))
+    return done
+
+
+def hook_name(hook: Callable) -> str:
+    """Return a readable name for any callable, partials and objects too."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return getattr(hook, '__qualname__', type(hook).__qualname__)
+
+
+def _reduce_cast(
+    dtype: torch.dtype,
+    reduce: Callable[[Any, dist.GradBucket], Future],
+    state: Any,
+    bucket: dist.GradBucket,
+) -> Future:
+    """Let ``reduce`` work on a copy of the bucket in ``dtype``."""
+    buffer = bucket.buffer()
+    # fp16 would overflow on a bf16 bucket and save no byte.
+    if not buffer.is_floating_point() or buffer.element_size() <= 2:
+        return reduce(state, bucket)
+    bucket.set_buffer(buffer.to(dtype))
+
+    def decompress(future: Future) -> torch.Tensor:
+        buffer.copy_(future.value())
+        # The bucket object may outlive this step; the copy must not.
+        bucket.set_buffer(buffer)
+        return buffer
+
+    return reduce(state, bucket).then(decompress)
+
+
+def _compress_wrapper(
+    dtype: torch.dtype, name: str, hook: Callable
+) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+    if not callable(hook):
+        raise TypeError(f'{name} takes a communication hook, got {hook!r}')
+    reduce = partial(call_hook, hook)
+
+    def wrapped_hook(
+        state: Any, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        return _reduce_cast(dtype, reduce, state, bucket)
+
+    # The name that DDP's logging data show.
+    wrapped_hook.__qualname__ = f'{name}({hook_name(hook)})'
+    return wrapped_hook
+
+
+def _resolve(result: Any) -> Any:
+    """Wait for a future-like result. A Work only tells that it is done."""
+    if isinstance(result, (torch.Tensor, dist.Work)):
+        return result
+    for method in ('wait', 'value'):
+        if callable(getattr(result, method, None)):
+            value = getattr(result, method)()
+            # wait() may merely block where value() holds the result.
+            if value is not None or not hasattr(result, 'value'):
+                return value
+    return result
+
+
+def _store_result(
+    hook: Callable,
+    bucket: dist.GradBucket,
+    buffer: torch.Tensor,
+    result: Any,
+) -> torch.Tensor:
+    """Check a hook's result and copy it into ``buffer``, which is returned."""
+    if isinstance(result, (list, tuple)) and len(result) == 1:
+        result = result[0]
+    if not isinstance(result, torch.Tensor):
+        _reject(hook, bucket, TypeError, _describe(result))
+    if result.is_complex() and not buffer.is_complex():
+        _reject(hook, bucket, TypeError, f'a {result.dtype} tensor')
+    if result.numel() != buffer.numel():
+        _reject(
+            hook,
+            bucket,
+            ValueError,
+            f'{result.numel()} elements for a buffer of {buffer.numel()}',
+        )
+    in_place = (
+        result.data_ptr() == buffer.data_ptr()
+        and result.dtype == buffer.dtype
+        and result.is_contiguous()
+    )
+    if not in_place:
+        buffer.copy_(result.detach().reshape(-1))
+    bucket.set_buffer(buffer)
+    return buffer
+
+
+def _describe(result: Any) -> str:
+    if result is None:
+        return 'None'
+    if isinstance(result, dist.Work):
+        return 'a Work (return its get_future() instead)'
+    if isinstance(result, Future):
+        return 'a future inside a future'
+    return f'a {type(result).__qualname__}'
+
+
+def _reject(
+    hook: Callable, bucket: dist.GradBucket, error: type, what: str
+) -> NoReturn:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    raise error(
+        f'communication hook {hook_name(hook)!r} returned {what} for bucket '
+        f'{bucket.index()} on rank {rank}; it must return the '
+        'reduced buffer: a tensor of the same length, or a future whose '
+        'wait() or value() yields it'
+    )

@@ -1,0 +1,17 @@
+"""The registry of DDP communication hooks."""
+
+from mmengine.registry import Registry
+
+from .. import ddp_hooks
+
+__all__ = ['COMM_HOOKS']
+
+# An entry is a hook function ``hook(state, bucket, **knobs)``, or a class
+# whose instances are hooks and whose constructor takes the knobs and, if it
+# likes, ``process_group``. The state of either is the process group.
+COMM_HOOKS = Registry(
+    'communication hook', locations=['mmcv_custom.engine.registry']
+)
+COMM_HOOKS.register_module('allreduce', module=ddp_hooks.allreduce_hook)
+COMM_HOOKS.register_module('fp16', module=ddp_hooks.fp16_compress_hook)
+COMM_HOOKS.register_module('bf16', module=ddp_hooks.bf16_compress_hook)

@@ -1,0 +1,172 @@
+"""The runner that registers the communication hook of the config."""
+
+import copy
+import inspect
+from typing import Any
+
+from mmengine.device import get_device
+from mmengine.dist import is_distributed
+from mmengine.model import is_model_wrapper, revert_sync_batchnorm
+from mmengine.registry import MODEL_WRAPPERS, RUNNERS
+from mmengine.runner import Runner
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .builder import CommHook, build_comm_hook, normalize_comm_hook
+from .ddp_wrapper import CommHookDistributedDataParallel, check_registration
+from .distributed import init_gloo
+
+__all__ = ['CommHookRunner']
+
+
+@RUNNERS.register_module()
+class CommHookRunner(Runner):
+    """MMEngine's runner with a choice of the gradient exchange.
+
+    The config key ``ddp_comm_hook`` (see
+    :func:`mmcv_custom.engine.normalize_comm_hook`) names the communication
+    hook that is registered when the model is wrapped. Runs that exchange no
+    gradients, as tests and single processes, ignore it with a log line.
+
+    Without an accelerator the runner starts gloo, and SyncBN becomes BN.
+
+    Raises:
+        TypeError, ValueError: If ``ddp_comm_hook`` or the backend is wrong,
+            before data or model are built.
+        RuntimeError: If the model's wrapper has a hook already.
+    """
+
+    comm_hook: CommHook | None = None
+
+    def setup_env(self, env_cfg: dict) -> None:
+        """Start the process group and build the hook, before all else."""
+        cfg = self.cfg.get('ddp_comm_hook')
+        if normalize_comm_hook(cfg) is not None:
+            self._check_wrapper(self.cfg.get('model_wrapper_cfg') or {})
+        if self.distributed and not is_distributed() and _on_cpu():
+            # Not from `env_cfg`: its default names nccl where none is set.
+            dist_cfg = (self.cfg.get('env_cfg') or {}).get('dist_cfg') or {}
+            init_gloo(
+                self._launcher,
+                timeout=dist_cfg.get('timeout'),
+                backend=dist_cfg.get('backend', 'gloo'),
+            )
+        super().setup_env(env_cfg)
+        if self._exchanges_gradients:
+            self.comm_hook = build_comm_hook(cfg)
+
+    def wrap_model(
+        self, model_wrapper_cfg: dict | None, model: nn.Module
+    ) -> nn.Module:
+        """Wrap the model as MMEngine does, and register the hook.
+
+        Args:
+            model_wrapper_cfg: As in MMEngine; its options win over the
+                defaults here. It is not changed.
+            model: The model. On CPU its SyncBN layers are replaced by BN.
+
+        Returns:
+            The wrapped model, or in a single process the model itself.
+        """
+        if self.distributed and not is_model_wrapper(model):
+            model_wrapper_cfg = self._wrapper_options(model_wrapper_cfg)
+            if _on_cpu():
+                # MMEngine always passes device ids, which DDP refuses here.
+                model_wrapper_cfg.setdefault('device_ids', None)
+                model = self._revert_sync_batchnorm(model)
+        model = super().wrap_model(model_wrapper_cfg, model)
+        if self.comm_hook is not None:
+            check_registration(model, self.comm_hook.hook)
+            model.register_comm_hook(self.comm_hook.state, self.comm_hook.hook)
+        return model
+
+    def train(self) -> nn.Module:
+        """Train, after one log line that says how gradients are exchanged."""
+        name = None
+        if isinstance(self.model, DistributedDataParallel):
+            name = self.model._get_ddp_logging_data().get('comm_hook')
+        if name is not None:
+            self.logger.info(f'Gradient exchange: communication hook {name}')
+        elif self.world_size > 1:
+            self.logger.info(
+                "Gradient exchange: DDP's own all-reduce, as ddp_comm_hook "
+                'is not set'
+            )
+        else:
+            self._log_ignored('a single process exchanges no gradients')
+        return super().train()
+
+    def val(self) -> dict:
+        """Validate; a configured hook is not used."""
+        self._log_ignored('validation exchanges no gradients')
+        return super().val()
+
+    def test(self) -> dict:
+        """Test; a configured hook is not used."""
+        self._log_ignored('a test exchanges no gradients')
+        return super().test()
+
+    @property
+    def _exchanges_gradients(self) -> bool:
+        return self.world_size > 1 and self._train_loop is not None
+
+    def _log_ignored(self, reason: str) -> None:
+        cfg = self.cfg.get('ddp_comm_hook')
+        if normalize_comm_hook(cfg) is not None:
+            self.logger.info(f'ddp_comm_hook={cfg!r} is not used: {reason}')
+
+    def _check_wrapper(self, model_wrapper_cfg: dict) -> None:
+        """Refuse what would leave the hook out, or set another one."""
+        wrapper = model_wrapper_cfg.get('type', 'MMDistributedDataParallel')
+        wrapper_class = (
+            MODEL_WRAPPERS.get(wrapper)
+            if isinstance(wrapper, str)
+            else wrapper
+        )
+        if inspect.isclass(wrapper_class) and not issubclass(
+            wrapper_class, DistributedDataParallel
+        ):
+            raise ValueError(
+                'ddp_comm_hook needs a DistributedDataParallel, but '
+                f'model_wrapper_cfg.type is {wrapper!r}'
+            )
+        if 'ddp_comm_hook' in model_wrapper_cfg:
+            raise ValueError(
+                'ddp_comm_hook is set twice: at the top level and in '
+                'model_wrapper_cfg'
+            )
+
+    def _wrapper_options(self, model_wrapper_cfg: dict | None) -> dict:
+        """Fill in what MMEngine sets only if no wrapper is configured."""
+        if model_wrapper_cfg is None:
+            options: dict[str, Any] = {
+                'type': CommHookDistributedDataParallel.__name__
+            }
+        else:
+            options = copy.deepcopy(model_wrapper_cfg)
+        if options.get('type') in (
+            CommHookDistributedDataParallel.__name__,
+            CommHookDistributedDataParallel,
+        ):
+            options.setdefault(
+                'find_unused_parameters',
+                self.cfg.get('find_unused_parameters', False),
+            )
+        return options
+
+    def _revert_sync_batchnorm(self, model: nn.Module) -> nn.Module:
+        has_sync_bn = any(
+            isinstance(m, nn.SyncBatchNorm) for m in model.modules()
+        )
+        # With this key MMEngine would turn every BN into SyncBN.
+        asked_for = self.cfg.pop('sync_bn', None) is not None
+        if has_sync_bn or asked_for:
+            self.logger.info(
+                'SyncBN works on GPU only and becomes BN: each process '
+                'normalises with the statistics of its own batch'
+            )
+        return revert_sync_batchnorm(model) if has_sync_bn else model
+
+
+def _on_cpu() -> bool:
+    return get_device() == 'cpu'
