@@ -15,7 +15,13 @@ from datetime import timedelta
 # nothing else: a rank starts in milliseconds, and clean.
 _context = multiprocessing.get_context('forkserver')
 _context.set_forkserver_preload(
-    ['torch.distributed', 'mmengine.runner', 'mmseg.apis', 'timm.models']
+    [
+        'pytest',
+        'torch.distributed.algorithms.ddp_comm_hooks.default_hooks',
+        'mmengine.runner',
+        'mmseg.apis',
+        'timm.models',
+    ]
 )
 
 

@@ -237,6 +237,7 @@ def live_copies(rank):
         while any(r() is not None for r in copies):
             if time.monotonic() > deadline:
                 break
+            time.sleep(0.01)
         counts.append((len(copies), sum(r() is not None for r in copies)))
     return counts
 

@@ -1,0 +1,177 @@
+"""Every clause of the hook contract, through the adapter and the wrappers."""
+
+import re
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from mmcv_custom.contract import adapt_hook
+from mmcv_custom.ddp_hooks import (
+    bf16_compress_wrapper,
+    fp16_compress_wrapper,
+)
+from tests import user_hooks
+from tests.ranks import run_ranks
+from tests.toy import make_ddp, reference_gradients, train_step
+
+# Largest rounding error of a mean over 3 ranks, relative to the largest
+# gradient: cast, division and sums, on numbers at most 4 times the mean's.
+BOUNDS = {'plain': 1e-6, 'fp16': 16 * 2**-11, 'bf16': 16 * 2**-8}
+WRAP = {
+    'plain': lambda hook: hook,
+    'fp16': fp16_compress_wrapper,
+    'bf16': bf16_compress_wrapper,
+}
+
+
+def run_good_hooks(rank, wrapper):
+    gradients = {}
+    for name, hook in user_hooks.GOOD.items():
+        ddp = make_ddp()
+        ddp.register_comm_hook(None, adapt_hook(WRAP[wrapper](hook)))
+        for step in range(3):
+            gradients[name] = train_step(ddp, rank, step)
+    return gradients
+
+
+@pytest.mark.parametrize('world_size', [2, 3])
+@pytest.mark.parametrize(
+    'wrapper',
+    ['plain', 'fp16', pytest.param('bf16', marks=pytest.mark.gloo_bf16)],
+)
+def test_every_form_gives_the_mean(wrapper, world_size):
+    expected = reference_gradients(world_size, step=2)
+    scale = max(mean.abs().max() for mean in expected)
+    results = run_ranks(run_good_hooks, wrapper, world_size=world_size)
+    for name in user_hooks.GOOD:
+        errors = []
+        for gradients in results:
+            for grad, mean in zip(gradients[name], expected, strict=True):
+                assert grad.dtype == torch.float32
+                errors.append((grad - mean).abs().max() / scale)
+        assert max(errors) <= BOUNDS[wrapper], name
+        if wrapper != 'plain':
+            assert max(errors) > BOUNDS[wrapper] / 1000, name
+
+
+def run_bad_hooks(rank, wrapper):
+    messages = {}
+    for hook in user_hooks.BAD:
+        ddp = DistributedDataParallel(torch.nn.Linear(6, 3))
+        ddp.register_comm_hook(None, adapt_hook(WRAP[wrapper](hook)))
+        try:
+            ddp(torch.ones(1, 6)).sum().backward()
+        except Exception as error:
+            messages[hook.__name__] = f'{type(error).__name__}: {error}'
+    return messages
+
+
+@pytest.mark.parametrize('wrapper', ['plain', 'fp16'])
+def test_every_wrong_result_is_an_error_on_every_rank(wrapper):
+    for rank, messages in enumerate(run_ranks(run_bad_hooks, wrapper)):
+        for hook, pattern in user_hooks.BAD.items():
+            message = messages[hook.__name__]
+            assert re.search(pattern, message, re.DOTALL), message
+            assert f"'{hook.__name__}'" in message
+            assert f'bucket 0 on rank {rank}' in message
+
+
+def run_raising_hook(rank):
+    ddp = make_ddp()
+    ddp.register_comm_hook(None, adapt_hook(user_hooks.raises))
+    with pytest.raises(ArithmeticError, match='a fault of the hook'):
+        train_step(ddp, rank)
+
+
+def test_the_hooks_own_exception_comes_out():
+    run_ranks(run_raising_hook)
+
+
+def run_failed_future(rank):
+    def fails(state, bucket):
+        future = torch.futures.Future()
+        future.set_exception(ArithmeticError('a fault of the hook'))
+        return future
+
+    ddp = make_ddp()
+    ddp.register_comm_hook(None, adapt_hook(fails))
+    with pytest.raises(RuntimeError, match='a fault of the hook'):
+        train_step(ddp, rank)
+
+
+def test_the_exception_of_a_future_comes_out():
+    run_ranks(run_failed_future)
+
+
+def run_state(rank):
+    state = object()
+    seen = []
+
+    def hook(first, bucket):
+        seen.append(first is state)
+        return bucket.buffer()
+
+    ddp = make_ddp()
+    ddp.register_comm_hook(state, adapt_hook(hook))
+    train_step(ddp, rank)
+    return seen
+
+
+def test_state_is_handed_back_untouched():
+    for seen in run_ranks(run_state):
+        assert seen
+        assert all(seen)
+
+
+def run_sparse(rank):
+    ddp = DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True))
+    ddp.register_comm_hook(None, adapt_hook(user_hooks.returns_tensor))
+    with pytest.raises(TypeError, match='sparse gradients'):
+        ddp(torch.tensor([1])).sum().backward()
+
+
+def test_sparse_gradients_are_refused():
+    run_ranks(run_sparse)
+
+
+def logged_names(rank):
+    names = []
+    for hook in (user_hooks.GOOD['partial'], user_hooks.Stateful()):
+        ddp = make_ddp()
+        ddp.register_comm_hook(None, adapt_hook(hook))
+        names.append(ddp._get_ddp_logging_data()['comm_hook'])
+    return names
+
+
+def test_logging_data_show_a_readable_name():
+    assert run_ranks(logged_names, world_size=1) == [['scaled', 'Stateful']]
+
+
+async def coroutine(state, bucket):
+    return bucket.buffer()
+
+
+def generator(state, bucket):
+    yield bucket.buffer()
+
+
+@pytest.mark.parametrize(
+    ('hook', 'message'),
+    [
+        ('fp16', "callable as hook.state, bucket., got 'fp16'"),
+        (None, 'got None'),
+        (lambda bucket: bucket, 'called as hook.state, bucket.: too many'),
+        (lambda a, b, c: a, "missing a required argument: 'c'"),
+        (coroutine, "'coroutine' is a coroutine or generator function"),
+        (generator, "'generator' is a coroutine or generator function"),
+    ],
+)
+def test_what_cannot_be_a_hook_is_refused_at_once(hook, message):
+    with pytest.raises(TypeError, match=message):
+        adapt_hook(hook)
+
+
+def test_adapting_twice_changes_nothing():
+    hook = adapt_hook(user_hooks.returns_tensor)
+    assert adapt_hook(hook) is hook
