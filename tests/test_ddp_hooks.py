@@ -56,9 +56,7 @@ def run_hook(rank, hook, options, steps=3):
 
 
 def ours_and_torchs(rank, name, options):
-    ours, log, logged_name = run_hook(
-        rank, getattr(ddp_hooks, name), options
-    )
+    ours, log, logged_name = run_hook(rank, getattr(ddp_hooks, name), options)
     torchs, torchs_log, _ = run_hook(
         rank, getattr(default_hooks, name), options
     )
@@ -141,15 +139,11 @@ class Product(torch.nn.Module):
 @pytest.mark.parametrize('name', EACH_HOOK)
 def test_divides_before_it_sums(name):
     # R12: the sum, 80000, would be Inf in fp16.
-    for grad, _ in run_ranks(
-        reduce_hand_set, name, [4e4, 4e4], torch.float32
-    ):
+    for grad, _ in run_ranks(reduce_hand_set, name, [4e4, 4e4], torch.float32):
         torch.testing.assert_close(
             grad, torch.full((3, 4), 4e4), rtol=2 * 2**-8, atol=0
         )
-    for grad, _ in run_ranks(
-        reduce_hand_set, name, [1.0, 3.0], torch.float32
-    ):
+    for grad, _ in run_ranks(reduce_hand_set, name, [1.0, 3.0], torch.float32):
         assert torch.equal(grad, torch.full((3, 4), 2.0))
 
 
@@ -258,17 +252,13 @@ def test_signatures(name):
         'process_group': dist.ProcessGroup,
         'bucket': dist.GradBucket,
     }
-    assert (
-        signature.return_annotation == torch.futures.Future[torch.Tensor]
-    )
+    assert signature.return_annotation == torch.futures.Future[torch.Tensor]
 
 
 def register_without_cuda(rank):
     torch.version.cuda = None
     ddp = make_ddp()
-    ddp.register_comm_hook(
-        dist.group.WORLD, ddp_hooks.bf16_compress_hook
-    )
+    ddp.register_comm_hook(dist.group.WORLD, ddp_hooks.bf16_compress_hook)
     return train_step(ddp, rank)
 
 
@@ -292,9 +282,7 @@ def average_in_a_subgroup(rank):
 
 def test_averages_over_the_given_group():
     first, second, _ = run_ranks(average_in_a_subgroup, world_size=3)
-    for a, b, mean in zip(
-        first, second, reference_gradients(2), strict=True
-    ):
+    for a, b, mean in zip(first, second, reference_gradients(2), strict=True):
         assert torch.equal(a, b)
         assert (a - mean).abs().max() <= 8 * 2**-11 * mean.abs().max()
 
@@ -339,9 +327,7 @@ def wrapped_and_direct(rank, dtype):
 def test_wrapped_allreduce_equals_the_cast_hook(dtype):
     for wrapped, direct in run_ranks(wrapped_and_direct, dtype):
         for a, b in zip(wrapped[0], direct[0], strict=True):
-            assert all(
-                torch.equal(x, y) for x, y in zip(a, b, strict=True)
-            )
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
         assert wrapped[1] == direct[1]
         assert wrapped[2] == f'{dtype}_compress_wrapper(allreduce_hook)'
 

@@ -42,7 +42,9 @@ def reference_gradients(world_size, step=0, model=None):
     for rank in range(world_size):
         loss = loss_of(model, make_batch(rank, step).double())
         for sum_, grad in zip(
-            total, torch.autograd.grad(loss, [*model.parameters()]), strict=True
+            total,
+            torch.autograd.grad(loss, [*model.parameters()]),
+            strict=True,
         ):
             sum_ += grad
     return [sum_ / world_size for sum_ in total]

@@ -226,3 +226,13 @@ BAD = {
 
 def raises(state, bucket):
     raise ArithmeticError('a fault of the hook')
+
+
+def needs_knob(state, bucket, rank):
+    return _mean(bucket)
+
+
+def raises_on_rank_1(state, bucket):
+    if dist.get_rank() == 1:
+        raise ArithmeticError('a fault of rank 1')
+    return returns_future(state, bucket)

@@ -32,6 +32,7 @@ _WRAPPER_ALIASES = {
     'bf16_compress_wrapper': 'bf16',
 }
 _WRAPPERS = {'fp16': fp16_compress_wrapper, 'bf16': bf16_compress_wrapper}
+_WRAPPER_NAMES = ['none', *_WRAPPERS]
 _CAST_DTYPES = {'fp16': torch.float16, 'bf16': torch.bfloat16}
 
 
@@ -73,10 +74,10 @@ def normalize_comm_hook(cfg: str | dict | None) -> dict | None:
     """
     knobs = dict(cfg) if isinstance(cfg, dict) else {'type': cfg}
     name = _normalize_name(
-        'type', knobs.pop('type', None), _ALIASES, COMM_HOOKS.module_dict
+        'type', knobs.pop('type', None), _ALIASES, _hook_names()
     )
     wrapper = _normalize_name(
-        'wrapper', knobs.pop('wrapper', None), _WRAPPER_ALIASES, _WRAPPERS
+        'wrapper', knobs.pop('wrapper', None), _WRAPPER_ALIASES, _WRAPPER_NAMES
     )
     if name is None:
         if wrapper is not None or knobs:
@@ -89,7 +90,7 @@ def normalize_comm_hook(cfg: str | dict | None) -> dict | None:
     if wrapper is not None and wrapper not in _WRAPPERS:
         raise ValueError(
             f'ddp_comm_hook: unknown wrapper {wrapper!r}; '
-            + _alternatives(wrapper, ['none', *_WRAPPERS])
+            + _alternatives(wrapper, _WRAPPER_NAMES)
         )
     if wrapper is not None and name in _CAST_DTYPES:
         raise ValueError(
@@ -138,23 +139,21 @@ def build_comm_hook(
 
 
 def _normalize_name(
-    key: str, value: Any, aliases: dict, valid: dict
+    key: str, value: Any, aliases: dict, names: list[str]
 ) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str):
         raise TypeError(
             f'ddp_comm_hook: {key} must be a name, got {value!r}; '
-            + _alternatives('', _hook_names())
+            + _alternatives('', names)
         )
-    if value in valid or '.' in value:
-        return value
     name = value.strip().lower().replace('-', '_')
     name = aliases.get(name, name)
     if name in ('', 'none'):
         return None
-    # An unknown name is reported as it was written.
-    return name if name in valid else value
+    # A user's own name is taken, and an unknown one reported, as written.
+    return name if name in names and value not in names else value
 
 
 def _find_hook(name: str) -> Callable:

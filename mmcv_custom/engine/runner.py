@@ -6,7 +6,11 @@ from typing import Any
 
 from mmengine.device import get_device
 from mmengine.dist import is_distributed
-from mmengine.model import is_model_wrapper, revert_sync_batchnorm
+from mmengine.model import (
+    MMSeparateDistributedDataParallel,
+    is_model_wrapper,
+    revert_sync_batchnorm,
+)
 from mmengine.registry import MODEL_WRAPPERS, RUNNERS
 from mmengine.runner import Runner
 from torch import nn
@@ -123,8 +127,10 @@ class CommHookRunner(Runner):
             if isinstance(wrapper, str)
             else wrapper
         )
-        if inspect.isclass(wrapper_class) and not issubclass(
-            wrapper_class, DistributedDataParallel
+        if inspect.isclass(wrapper_class) and (
+            not issubclass(wrapper_class, DistributedDataParallel)
+            # a DDP by name only: it wraps each child into one of its own
+            or issubclass(wrapper_class, MMSeparateDistributedDataParallel)
         ):
             raise ValueError(
                 'ddp_comm_hook needs a DistributedDataParallel, but '

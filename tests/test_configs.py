@@ -1,0 +1,374 @@
+"""Every shipped config: loads, builds, and holds the published recipe."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.registry import (
+    DATASETS,
+    DefaultScope,
+    PARAM_SCHEDULERS,
+    init_default_scope,
+)
+from mmseg.registry import MODELS
+from mmseg.utils import register_all_modules
+
+FOLDER = Path(__file__).parents[1] / 'configs'
+CONFIGS = {
+    path.stem: path
+    for path in sorted(FOLDER.rglob('*.py'))
+    if '_base_' not in path.parts
+}
+ADE = {name: path for name, path in CONFIGS.items() if 'ade20k' in name}
+
+# (arch, head, frozen, out_indices, drop path, iterations, weight decay,
+#  layer decay, part of the training set)
+RECIPES = {
+    'internvit-6b-frozen_linear_8xb2-80k_ade20k-504x504': (
+        '6b',
+        'NormLinearHead',
+        True,
+        [44],
+        0.0,
+        80000,
+        0.0,
+        1.0,
+        None,
+    ),
+    'internvit-6b-frozen_upernet_8xb2-80k_ade20k-504x504': (
+        '6b',
+        'UPerHead',
+        True,
+        [11, 23, 35, 47],
+        0.0,
+        80000,
+        0.05,
+        1.0,
+        None,
+    ),
+    'internvit-6b_upernet_8xb2-80k_ade20k-504x504': (
+        '6b',
+        'UPerHead',
+        False,
+        [11, 23, 35, 47],
+        0.4,
+        80000,
+        0.05,
+        0.95,
+        None,
+    ),
+    'internvit-300m-frozen_linear_8xb2-80k_ade20k-504x504': (
+        '300m',
+        'NormLinearHead',
+        True,
+        [23],
+        0.0,
+        80000,
+        0.0,
+        1.0,
+        None,
+    ),
+    'internvit-300m-frozen_upernet_8xb2-80k_ade20k-504x504': (
+        '300m',
+        'UPerHead',
+        True,
+        [5, 11, 17, 23],
+        0.0,
+        80000,
+        0.05,
+        1.0,
+        None,
+    ),
+    'internvit-300m_upernet_8xb2-80k_ade20k-504x504': (
+        '300m',
+        'UPerHead',
+        False,
+        [5, 11, 17, 23],
+        0.4,
+        80000,
+        0.05,
+        0.95,
+        None,
+    ),
+    'internvit-6b_linear_8xb2-5k_ade20k-1of16-504x504': (
+        '6b',
+        'NormLinearHead',
+        False,
+        [44],
+        0.4,
+        5000,
+        0.05,
+        0.95,
+        1 / 16,
+    ),
+    'internvit-6b_linear_8xb2-10k_ade20k-1of8-504x504': (
+        '6b',
+        'NormLinearHead',
+        False,
+        [44],
+        0.4,
+        10000,
+        0.05,
+        0.95,
+        1 / 8,
+    ),
+    'internvit-6b_linear_8xb2-20k_ade20k-1of4-504x504': (
+        '6b',
+        'NormLinearHead',
+        False,
+        [44],
+        0.4,
+        20000,
+        0.05,
+        0.95,
+        1 / 4,
+    ),
+    'internvit-6b_linear_8xb2-40k_ade20k-1of2-504x504': (
+        '6b',
+        'NormLinearHead',
+        False,
+        [44],
+        0.4,
+        40000,
+        0.05,
+        0.95,
+        1 / 2,
+    ),
+    'internvit-6b_linear_8xb2-80k_ade20k-1of1-504x504': (
+        '6b',
+        'NormLinearHead',
+        False,
+        [44],
+        0.4,
+        80000,
+        0.05,
+        0.95,
+        1.0,
+    ),
+}
+
+HEADS = dict(linear='NormLinearHead', upernet='UPerHead')
+
+# Keys that the runner or the tools read, and names that configs of
+# OpenMMLab define for their own use.
+KNOWN_KEYS = {
+    'model',
+    'train_dataloader',
+    'val_dataloader',
+    'test_dataloader',
+    'train_cfg',
+    'val_cfg',
+    'test_cfg',
+    'val_evaluator',
+    'test_evaluator',
+    'optim_wrapper',
+    'param_scheduler',
+    'auto_scale_lr',
+    'default_hooks',
+    'env_cfg',
+    'log_processor',
+    'log_level',
+    'load_from',
+    'resume',
+    'visualizer',
+    'default_scope',
+    'randomness',
+    'custom_imports',
+    'runner_type',
+    'ddp_comm_hook',
+    'tta_model',
+    'tta_pipeline',
+}
+OWN_NAMES = {
+    'dataset_type',
+    'data_root',
+    'crop_size',
+    'image_size',
+    'train_pipeline',
+    'test_pipeline',
+    'vis_backends',
+    'norm_cfg',
+    'checkpoint',
+    'warm_up',
+    'shapes',
+}
+
+
+@pytest.fixture(autouse=True)
+def _mmseg_scope(monkeypatch):
+    register_all_modules(init_default_scope=False)
+    monkeypatch.setattr(
+        DefaultScope, '_instance_dict', DefaultScope._instance_dict.copy()
+    )
+    init_default_scope('mmseg')
+
+
+@pytest.fixture(name='cfg', params=CONFIGS)
+def _cfg(request):
+    return Config.fromfile(CONFIGS[request.param])
+
+
+def test_every_recipe_has_its_config():
+    assert RECIPES.keys() == ADE.keys()
+    assert len(CONFIGS) == len(ADE) + 2
+
+
+@pytest.mark.parametrize('name', RECIPES)
+def test_recipe(name):
+    cfg = Config.fromfile(ADE[name])
+    (
+        arch,
+        head,
+        frozen,
+        out_indices,
+        drop_path,
+        iterations,
+        weight_decay,
+        layer_decay,
+        fraction,
+    ) = RECIPES[name]
+    backbone = cfg.model.backbone
+    assert backbone.arch == arch
+    assert backbone.img_size == 504
+    assert backbone.out_indices == out_indices
+    assert backbone.get('frozen', False) is frozen
+    assert backbone.get('drop_path_rate', 0.0) == drop_path
+    assert backbone.init_cfg.type == 'Pretrained'
+    assert cfg.model.decode_head.type == head
+    assert cfg.model.decode_head.norm_cfg.type == 'SyncBN'
+    if head == 'UPerHead':
+        assert cfg.model.decode_head.channels == 1536
+        assert cfg.model.auxiliary_head.in_index == 1
+    else:
+        assert 'auxiliary_head' not in cfg.model
+    assert cfg.optim_wrapper.optimizer == dict(
+        type='AdamW', lr=4e-5, betas=(0.9, 0.999), weight_decay=weight_decay
+    )
+    assert cfg.optim_wrapper.paramwise_cfg == dict(decay_rate=layer_decay)
+    warm_up, decay = cfg.param_scheduler
+    assert warm_up == dict(
+        type='LinearLR', start_factor=1e-6, by_epoch=False, begin=0, end=1500
+    )
+    assert decay == dict(
+        type='PolyLR',
+        power=1.0,
+        eta_min=0.0,
+        by_epoch=False,
+        begin=1500,
+        end=iterations,
+    )
+    assert cfg.train_cfg.max_iters == iterations
+    train_set = cfg.train_dataloader.dataset
+    assert train_set.type == (
+        'FewShotADE20KDataset' if fraction else 'ADE20KDataset'
+    )
+    assert train_set.get('fraction') == fraction
+    assert train_set.get('subset_seed', 0) == 0
+    assert cfg.val_dataloader.dataset.type == 'ADE20KDataset'
+
+
+@pytest.mark.parametrize('name', RECIPES)
+def test_common_part_of_the_recipes(name):
+    cfg = Config.fromfile(ADE[name])
+    assert cfg.train_dataloader.batch_size == 2
+    assert cfg.auto_scale_lr == dict(enable=False, base_batch_size=16)
+    assert cfg.train_pipeline[3] == dict(
+        type='RandomCrop', crop_size=(504, 504), cat_max_ratio=0.75
+    )
+    assert cfg.model.data_preprocessor.size == (504, 504)
+    assert cfg.model.test_cfg == dict(
+        mode='slide', crop_size=(504, 504), stride=(322, 322)
+    )
+
+
+def test_names_say_what_is_inside():
+    for name, path in CONFIGS.items():
+        cfg = Config.fromfile(path)
+        model, head, schedule, data = name.split('_')
+        gpus_batch, iterations = schedule.split('-')
+        gpus, batch = map(int, gpus_batch.split('xb'))
+        assert batch == cfg.train_dataloader.batch_size
+        assert gpus * batch == cfg.auto_scale_lr.base_batch_size
+        assert int(iterations.replace('k', '000')) == cfg.train_cfg.max_iters
+        assert model.split('-')[1] in str(cfg.model.backbone.arch)
+        assert ('-frozen' in model) is cfg.model.backbone.get('frozen', False)
+        assert cfg.model.decode_head.type == HEADS[head]
+        size = tuple(map(int, data.split('-')[-1].split('x')))
+        assert cfg.model.data_preprocessor.size == size
+
+
+def test_model_builds(cfg):
+    # The runner does this on CPU; on the meta device nothing is allocated.
+    cfg.model.data_preprocessor.pop('size', None)
+    with torch.device('meta'):
+        model = MODELS.build(cfg.model)
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert trained
+    frozen = cfg.model.backbone.get('frozen', False)
+    assert any(n.startswith('backbone') for n in trained) is not frozen
+    width = model.backbone.embed_dim
+    if isinstance(cfg.model.decode_head.in_channels, int):
+        assert model.decode_head.in_channels == width
+    else:
+        assert model.decode_head.in_channels == [width] * 4
+        assert model.neck.up2[0].in_channels == width
+
+
+def test_size_of_the_6b_heads():
+    name = 'internvit-6b-frozen_upernet_8xb2-80k_ade20k-504x504'
+    with torch.device('meta'):
+        model = MODELS.build(Config.fromfile(ADE[name]).model)
+    heads = (model.decode_head, model.auxiliary_head)
+    count = sum(p.numel() for head in heads for p in head.parameters())
+    assert round(count / 1e6, 1) == 319.9
+
+
+def test_dump_and_load(cfg, tmp_path):
+    cfg.dump(tmp_path / 'dumped.py')
+    again = Config.fromfile(tmp_path / 'dumped.py')
+    assert again.to_dict() == cfg.to_dict()
+
+
+def test_no_unknown_keys(cfg):
+    assert not cfg.keys() - KNOWN_KEYS - OWN_NAMES
+    assert KNOWN_KEYS - cfg.keys() <= {'tta_pipeline', 'randomness'}
+
+
+def test_other_parts_build(cfg, tmp_path):
+    # Unknown arguments of hooks, transforms, metrics, schedules fail here.
+    for key in ('train_dataloader', 'val_dataloader'):
+        dataset = copy.deepcopy(cfg[key].dataset)
+        dataset.update(lazy_init=True, data_root=str(tmp_path / 'set'))
+        if dataset.type == 'ShapesDataset':
+            dataset.update(num_train=1, num_val=1, image_size=32)
+        DATASETS.build(dataset)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    for scheduler in cfg.param_scheduler:
+        PARAM_SCHEDULERS.build(
+            dict(copy.deepcopy(scheduler), optimizer=optimizer)
+        )
+
+
+def test_the_schedule_ends_with_the_training(cfg):
+    assert cfg.param_scheduler[-1].end == cfg.train_cfg.max_iters
+    assert cfg.param_scheduler[0].end == cfg.param_scheduler[1].begin
+    assert cfg.train_cfg.max_iters % cfg.train_cfg.val_interval == 0
+    checkpoint = cfg.default_hooks.checkpoint
+    assert cfg.train_cfg.max_iters % checkpoint.interval == 0
+
+
+def test_backend_is_left_open(cfg):
+    assert 'backend' not in cfg.env_cfg.dist_cfg
+    assert cfg.ddp_comm_hook == dict(type='none')
+
+
+@pytest.mark.parametrize(
+    'hook', ['fp16', None, dict(type='allreduce', wrapper='bf16')]
+)
+def test_hook_in_a_child_config(hook, tmp_path):
+    base = next(iter(CONFIGS.values()))
+    child = tmp_path / 'child.py'
+    child.write_text(f'_base_ = {str(base)!r}\nddp_comm_hook = {hook!r}\n')
+    assert Config.fromfile(child).ddp_comm_hook == hook

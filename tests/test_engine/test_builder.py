@@ -1,0 +1,196 @@
+"""The config key: what is accepted, what is refused, what is built."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from mmengine.config import Config
+
+from mmcv_custom.engine import (
+    COMM_HOOKS,
+    build_comm_hook,
+    normalize_comm_hook,
+)
+from tests import user_hooks
+from tests.ranks import run_ranks
+
+DOTTED = 'tests.user_hooks.scaled'
+
+
+@pytest.fixture
+def registered():
+    COMM_HOOKS.register_module('MyHook', module=user_hooks.Stateful)
+    yield 'MyHook'
+    COMM_HOOKS.module_dict.pop('MyHook')
+
+
+@pytest.mark.parametrize(
+    ('cfg', 'spec'),
+    [
+        (None, None),
+        ('', None),
+        ('none', None),
+        ('None', None),
+        ({}, None),
+        ({'type': None}, None),
+        ({'type': 'none', 'wrapper': 'none'}, None),
+        ('fp16', {'type': 'fp16'}),
+        ('FP16', {'type': 'fp16'}),
+        (' bf16 ', {'type': 'bf16'}),
+        ('AllReduce', {'type': 'allreduce'}),
+        ('allreduce_hook', {'type': 'allreduce'}),
+        ('fp16_compress_hook', {'type': 'fp16'}),
+        ('fp16-compress-hook', {'type': 'fp16'}),
+        ('bf16_compress_hook', {'type': 'bf16'}),
+        ({'type': 'fp16', 'wrapper': None}, {'type': 'fp16'}),
+        (
+            {'type': 'allreduce', 'wrapper': 'FP16_compress_wrapper'},
+            {'type': 'allreduce', 'wrapper': 'fp16'},
+        ),
+        (DOTTED, {'type': DOTTED}),
+        (
+            {'type': DOTTED, 'factor': 0.5, 'wrapper': 'bf16'},
+            {'type': DOTTED, 'factor': 0.5, 'wrapper': 'bf16'},
+        ),
+    ],
+)
+def test_normalized(cfg, spec):
+    assert normalize_comm_hook(cfg) == spec
+    assert normalize_comm_hook(spec) == spec
+
+
+@pytest.mark.parametrize(
+    ('cfg', 'error', 'message'),
+    [
+        (
+            'fp_16',
+            ValueError,
+            "unknown ddp_comm_hook 'fp_16'; did you mean 'fp16'? valid "
+            "names are 'none', 'allreduce', 'fp16', 'bf16'",
+        ),
+        ('quantum', ValueError, "'quantum'; valid names are 'none'"),
+        ('fp16_compress_wrapper(powerSGD)', ValueError, 'powerSGD'),
+        (True, TypeError, 'type must be a name, got True; valid names'),
+        (16, TypeError, 'got 16'),
+        (['fp16', 'bf16'], TypeError, "got ['fp16', 'bf16']"),
+        (user_hooks.scaled, TypeError, 'got <function scaled'),
+        ({'type': 'fp16', 'rank': 2}, ValueError, "'fp16' has no knob 'rank'"),
+        (
+            {'type': DOTTED, 'factr': 2},
+            ValueError,
+            "no knob 'factr'; did you mean 'factor'? valid names are 'factor'",
+        ),
+        ({'type': 'fp16', 'wrapper': 'bf16'}, ValueError, 'casts already'),
+        ({'type': 'fp16', 'wrapper': 'fp16'}, ValueError, 'casts already'),
+        (
+            {'type': 'allreduce', 'wrapper': 'int8'},
+            ValueError,
+            "unknown wrapper 'int8'; valid names are 'none', 'fp16', 'bf16'",
+        ),
+        (
+            {'type': 'allreduce', 'wrapper': {'type': 'fp16'}},
+            TypeError,
+            "wrapper must be a name, got {'type': 'fp16'}; valid names are "
+            "'none', 'fp16', 'bf16'",
+        ),
+        ({'wrapper': 'fp16'}, ValueError, 'has no type'),
+        ({'type': 'none', 'factor': 2}, ValueError, 'has no type'),
+        ('nowhere.hook', ValueError, "No module named 'nowhere'"),
+        ('tests.user_hooks.nothing', ValueError, "'nothing'"),
+        ('tests.user_hooks.GOOD', TypeError, 'not a hook'),
+        ({'type': 'tests.user_hooks.needs_knob'}, ValueError, 'needs rank'),
+    ],
+)
+def test_refused(cfg, error, message):
+    for function in (normalize_comm_hook, build_comm_hook):
+        with pytest.raises(error, match=re.escape(message)):
+            function(cfg)
+
+
+def test_none_builds_nothing():
+    assert build_comm_hook('none') is None
+
+
+@pytest.mark.parametrize(
+    ('cfg', 'name'),
+    [
+        ('fp16', 'fp16'),
+        ({'type': 'allreduce', 'wrapper': 'fp16'}, 'fp16_wrapper(allreduce)'),
+        (DOTTED, f'{DOTTED}[factor=1.0]'),
+        (
+            {'type': DOTTED, 'factor': 2.0, 'wrapper': 'bf16'},
+            f'bf16_wrapper({DOTTED}[factor=2.0])',
+        ),
+    ],
+)
+def test_name_shows_the_resolved_knobs(cfg, name):
+    comm_hook = build_comm_hook(cfg)
+    assert comm_hook.name == name
+    assert comm_hook.hook.__qualname__ == name
+
+
+def test_registered_class(registered):
+    comm_hook = build_comm_hook({'type': registered, 'factor': 2})
+    assert comm_hook.name == 'MyHook[factor=2]'
+    with pytest.raises(ValueError, match='factor must be positive, got -1'):
+        build_comm_hook({'type': registered, 'factor': -1})
+
+
+def test_survives_a_dumped_config(tmp_path):
+    hook = {'type': DOTTED, 'wrapper': 'fp16', 'factor': 0.5}
+    Config({'ddp_comm_hook': hook}).dump(tmp_path / 'config.py')
+    loaded = Config.fromfile(tmp_path / 'config.py').ddp_comm_hook
+    assert normalize_comm_hook(loaded) == normalize_comm_hook(hook)
+    assert build_comm_hook(loaded).name == build_comm_hook(hook).name
+    assert loaded == hook  # not changed
+
+
+def build_in_subgroup(rank):
+    group = dist.new_group([0, 1])
+    if rank == 2:
+        return None
+    COMM_HOOKS.register_module('MyHook', module=user_hooks.Stateful)
+    plain = build_comm_hook('fp16', group)
+    own = build_comm_hook({'type': 'MyHook', 'factor': 2.0}, group)
+    bound = own.hook.__closure__
+    hooks = [c.cell_contents for c in bound]
+    stateful = next(h for h in hooks if isinstance(h, user_hooks.Stateful))
+    return plain.state is group, stateful.process_group is group
+
+
+def test_binds_the_process_group():
+    results = run_ranks(build_in_subgroup, world_size=3)
+    assert results == [(True, True), (True, True), None]
+
+
+def build_on_a_poor_backend(rank, cfg):
+    original = dist.all_reduce
+
+    def refuse(tensor, *args, **kwargs):
+        if tensor.dtype == torch.bfloat16:
+            raise RuntimeError('Invalid scalar type')
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = refuse
+    try:
+        build_comm_hook(cfg)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    'cfg', ['bf16', {'type': 'allreduce', 'wrapper': 'bf16'}]
+)
+def test_backend_without_bf16_is_named_on_every_rank(cfg):
+    for message in run_ranks(build_on_a_poor_backend, cfg):
+        assert message.startswith(
+            f"backend 'gloo' of torch {torch.__version__} cannot reduce "
+            'torch.bfloat16 (Invalid scalar type)'
+        )
+        assert "use ddp_comm_hook='fp16' or 'allreduce'" in message
+
+
+def test_backend_is_asked_for_the_wire_dtype_only():
+    assert run_ranks(build_on_a_poor_backend, 'fp16') == [None, None]

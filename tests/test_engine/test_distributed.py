@@ -1,0 +1,91 @@
+"""Starting gloo without an accelerator."""
+
+import os
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from mmcv_custom.engine.distributed import init_gloo
+from tests.ranks import run_ranks
+from tests.test_engine.toy_runner import make_runner
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(('localhost', 0))
+        return str(server.getsockname()[1])
+
+
+def start_runner(rank, port, work_dir, env_cfg):
+    os.environ['MASTER_PORT'] = port
+    options = {} if env_cfg is None else {'env_cfg': env_cfg}
+    make_runner(work_dir, **options)
+    group = dist.group.WORLD
+    timeout = group._get_backend(__import__('torch').device('cpu'))
+    return (
+        dist.get_backend(),
+        dist.get_world_size(),
+        timeout.options._timeout.total_seconds(),
+    )
+
+
+@pytest.mark.parametrize(
+    ('env_cfg', 'timeout_s'),
+    [
+        (None, 1800),
+        ({'dist_cfg': {'backend': 'gloo'}}, 1800),
+        ({'cudnn_benchmark': True, 'dist_cfg': {'timeout': 77}}, 77),
+    ],
+    ids=str,
+)
+def test_runner_starts_gloo(tmp_path, env_cfg, timeout_s):
+    results = run_ranks(
+        start_runner, free_port(), tmp_path, env_cfg, init=False
+    )
+    assert results == [('gloo', 2, timeout_s)] * 2
+
+
+def start_nccl(rank, work_dir):
+    with pytest.raises(ValueError, match='no accelerator') as error:
+        make_runner(work_dir, env_cfg={'dist_cfg': {'backend': 'nccl'}})
+    return str(error.value)
+
+
+def test_nccl_without_gpu_is_one_clear_line(tmp_path):
+    for message in run_ranks(start_nccl, tmp_path, init=False):
+        assert message == (
+            "env_cfg.dist_cfg.backend='nccl', but this machine shows no "
+            "accelerator; use 'gloo', or leave the backend out"
+        )
+
+
+def test_other_launchers_are_named():
+    with pytest.raises(ValueError, match="launcher='mpi' cannot start"):
+        init_gloo('mpi')
+
+
+def start_under_slurm(rank, port, folder):
+    scontrol = folder / f'scontrol{rank}' / 'scontrol'
+    scontrol.parent.mkdir()
+    scontrol.write_text('#!/bin/sh\necho localhost\necho other\n')
+    scontrol.chmod(0o755)
+    for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR'):
+        del os.environ[name]
+    os.environ.update(
+        PATH=f'{scontrol.parent}:{os.environ["PATH"]}',
+        SLURM_NODELIST='localhost,other',
+        SLURM_PROCID=str(rank),
+        SLURM_LOCALID=str(rank),
+        SLURM_NTASKS='2',
+        MASTER_PORT=port,
+    )
+    init_gloo('slurm')
+    return dist.get_rank(), dist.get_world_size(), os.environ['LOCAL_RANK']
+
+
+def test_slurm_environment(tmp_path):
+    assert run_ranks(start_under_slurm, free_port(), tmp_path, init=False) == [
+        (0, 2, '0'),
+        (1, 2, '1'),
+    ]
