@@ -73,9 +73,9 @@ def bf16_compress_hook(
     """Average a gradient bucket over the group, bfloat16 on the wire.
 
     The range is float32's, the relative rounding error up to 2**-8. The
-    backend has to reduce bfloat16: NCCL 2.10, or gloo as of torch 2.4. A
-    bucket that is not wider than 16 bits, or not real, is sent in its own
-    dtype.
+    backend has to reduce bfloat16: NCCL 2.10 does, gloo does in torch 2.14
+    and does not in torch 2.1. A bucket that is not wider than 16 bits, or
+    not real, is sent in its own dtype.
 
     Args:
         process_group: The group to average over; None is the world group.
