@@ -18,7 +18,7 @@ setup(
     long_description_content_type='text/markdown',
     packages=find_packages(include=['mmcv_custom', 'mmcv_custom.*']),
     python_requires='>=3.10',
-    install_requires=['torch>=2.1', 'torchvision', 'timm>=1.0', 'numpy'],
+    install_requires=['torch>=2.1', 'torchvision', 'timm>=1.0.31', 'numpy'],
     extras_require={
         # The maintained forks of OpenMMLab's packages: the same import
         # names, and they install on a current torch.

@@ -14,6 +14,7 @@ if _missing:
 
 from .builder import CommHook, build_comm_hook, normalize_comm_hook  # noqa: E402
 from .ddp_wrapper import CommHookDistributedDataParallel  # noqa: E402
+from .optimizers import LayerDecayOptimWrapperConstructor  # noqa: E402
 from .registry import COMM_HOOKS  # noqa: E402
 from .runner import CommHookRunner  # noqa: E402
 
@@ -22,6 +23,7 @@ __all__ = [
     'CommHook',
     'CommHookDistributedDataParallel',
     'CommHookRunner',
+    'LayerDecayOptimWrapperConstructor',
     'build_comm_hook',
     'normalize_comm_hook',
 ]

@@ -207,11 +207,11 @@ class RateRecorder(Hook):
         self.rates[runner.iter] = [group['lr'] for group in groups]
 
 
-def train(work_dir, **options):
+def train(work_dir, config=None, **options):
     recorder = RateRecorder()
     runner = make_runner(
         work_dir,
-        segmentor_config(),
+        config or segmentor_config(),
         iters=8,
         optim_wrapper=optim_config(0.9, lr=1e-3),
         param_scheduler=[
@@ -242,12 +242,12 @@ def train(work_dir, **options):
         **options,
     )
     runner.train()
-    return recorder.rates, runner.model.state_dict()
+    return recorder.rates, runner
 
 
 def test_rates_after_resume_within_warm_up(tmp_path):
-    straight, weights = train(tmp_path / 'a')
-    resumed, resumed_weights = train(
+    straight, _ = train(tmp_path / 'a')
+    resumed, _ = train(
         tmp_path / 'b', load_from=str(tmp_path / 'a/iter_3.pth'), resume=True
     )
     assert sorted(straight) == list(range(8))
@@ -259,4 +259,25 @@ def test_rates_after_resume_within_warm_up(tmp_path):
         assert max(rates) == pytest.approx(min(rates) / 0.9**5)
     assert max(straight[5]) > max(straight[3]) > 1e3 * max(straight[0])
     assert max(straight[7]) < max(straight[6]) < 1.01e-3
-    assert set(weights) == set(resumed_weights)
+
+
+def test_resume_with_other_sizes(tmp_path):
+    """Other grid and classes: only the changed parameters start anew."""
+    _, small = train(tmp_path / 'a')
+    _, large = train(
+        tmp_path / 'b',
+        segmentor_config({'img_size': 84}, {'num_classes': 5}),
+        load_from=str(tmp_path / 'a/iter_3.pth'),
+        resume=True,
+    )
+    changed = {
+        'backbone.pos_embed',
+        'decode_head.conv_seg.weight',
+        'decode_head.conv_seg.bias',
+    }
+    for runner, fresh in ((small, set()), (large, changed)):
+        state = runner.optim_wrapper.optimizer.state
+        for name, parameter in runner.model.named_parameters():
+            steps = 5 if name in fresh else 8
+            assert state[parameter]['step'] == steps, name
+            assert state[parameter]['exp_avg'].shape == parameter.shape

@@ -68,16 +68,21 @@ def train(kind, backbone, **ddp_options):
     return gradients
 
 
+def skip_without_bfloat16():
+    if not gloo_reduces(torch.bfloat16):
+        pytest.skip("gloo of this torch, and DDP's start, lack bfloat16")
+
+
 @pytest.mark.parametrize('kind', sorted(CONFIGS))
 def test_frozen_bfloat16_backbone(kind):
+    skip_without_bfloat16()
     gradients = train(kind, {'frozen': True, 'dtype': 'bfloat16'})
     heads = ('decode_head.', 'auxiliary_head.', 'neck.')
     assert all(name.startswith(heads) for name in gradients)
 
 
 def test_trained_bfloat16_backbone():
-    if not gloo_reduces(torch.bfloat16):
-        pytest.skip('gloo of this torch does not reduce bfloat16')
+    skip_without_bfloat16()
     gradients = train('linear', {'dtype': 'bfloat16'})
     assert 'backbone.patch_embed.proj.weight' in gradients
 

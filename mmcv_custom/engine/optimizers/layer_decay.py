@@ -1,0 +1,164 @@
+"""Layer-wise learning-rate decay for plain vision transformers."""
+
+import logging
+import re
+
+import torch
+from mmengine.dist import is_main_process
+from mmengine.logging import print_log
+from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
+from torch import nn
+
+__all__ = ['LayerDecayOptimWrapperConstructor']
+
+# Optimizer state with one number per number of the parameter.
+MOMENTS = ('exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'momentum_buffer')
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class LayerDecayOptimWrapperConstructor(DefaultOptimWrapperConstructor):
+    """Lowers the learning rate from block to block towards the input.
+
+    With `n` blocks in the complete arch of the backbone, block `i` (from 0)
+    gets `lr * decay_rate ** (n - i)`, the embeddings get
+    `lr * decay_rate ** (n + 1)`, neck and heads get `lr`. Blocks above the
+    last output count, although they are not built: a block's rate does not
+    depend on where the features are taken. No weight decay is applied to
+    vectors (norms, biases, layer scales), the position embedding and the
+    class token. Frozen parameters are in no group.
+
+    A run may be resumed with another image size or number of classes: the
+    optimizer state of the parameters that changed their shape starts anew.
+
+    MMSegmentation's constructor refuses backbones it does not know by class
+    name, and decays the position embedding.
+
+    Args:
+        optim_wrapper_cfg: Config of the optimizer wrapper, with an
+            `optimizer` that has an `lr`.
+        paramwise_cfg: `dict(decay_rate=...)`, a number in (0, 1].
+
+    Raises:
+        ValueError: An unknown key, no or a bad `decay_rate`, or no `lr`.
+    """
+
+    def _validate_cfg(self) -> None:
+        super()._validate_cfg()
+        unknown = sorted(set(self.paramwise_cfg) - {'decay_rate'})
+        if unknown:
+            raise ValueError(
+                f'paramwise_cfg keys {unknown} are unknown to '
+                f"{type(self).__name__}; it knows 'decay_rate' only"
+            )
+        rate = self.paramwise_cfg.get('decay_rate')
+        if not isinstance(rate, (int, float)) or not 0 < rate <= 1:
+            raise ValueError(
+                f'paramwise_cfg decay_rate={rate!r} must be a number in '
+                '(0, 1]; 1.0 means no decay'
+            )
+        if self.base_lr is None:
+            raise ValueError('the optimizer config needs an lr')
+
+    def __call__(self, model: nn.Module) -> OptimWrapper:
+        """Build the optimizer wrapper of a model, wrapped or not."""
+        optim_wrapper = super().__call__(model)
+        optim_wrapper.optimizer.register_load_state_dict_post_hook(
+            _drop_outgrown_state
+        )
+        return optim_wrapper
+
+    def add_params(
+        self, params: list[dict], module: nn.Module, **kwargs
+    ) -> None:
+        """Sort the trained parameters of a model into groups.
+
+        Args:
+            params: List of parameter groups, extended by one group per
+                layer and kind of weight decay.
+            module: The unwrapped model, with a `backbone` that has `blocks`
+                and whose `arch.depth` is the number of layers.
+            **kwargs: Of the base class; unused.
+
+        Raises:
+            TypeError: The model has no such backbone.
+        """
+        depth = _depth_of(module)
+        groups: dict[tuple[int, bool], dict] = {}
+        for name, param in module.named_parameters():
+            if not param.requires_grad:
+                continue
+            layer = _layer_of(name, depth)
+            decays = not _is_exempt(name, param)
+            if (layer, decays) not in groups:
+                groups[layer, decays] = self._new_group(
+                    depth + 1 - layer, decays
+                )
+            groups[layer, decays]['params'].append(param)
+        params.extend(groups.values())
+        self._log(list(groups.values()), depth)
+
+    def _new_group(self, distance: int, decays: bool) -> dict:
+        scale = self.paramwise_cfg['decay_rate'] ** distance
+        group = {'params': [], 'lr': self.base_lr * scale}
+        if not decays:
+            group['weight_decay'] = 0.0
+        return group
+
+    def _log(self, groups: list[dict], depth: int) -> None:
+        if groups and is_main_process():
+            rates = [group['lr'] for group in groups]
+            print_log(
+                f'Layer decay {self.paramwise_cfg["decay_rate"]} over '
+                f'{depth} blocks: {len(groups)} groups, '
+                f'{sum(len(group["params"]) for group in groups)} tensors, '
+                f'lr from {min(rates):.3g} to {max(rates):.3g}',
+                logger='current',
+            )
+
+
+def _depth_of(model: nn.Module) -> int:
+    backbone = getattr(model, 'backbone', None)
+    depth = getattr(getattr(backbone, 'arch', None), 'depth', None)
+    if not isinstance(depth, int):
+        raise TypeError(
+            'layer decay needs a model with an InternViT as `backbone`, got '
+            f'{type(model).__name__} with backbone '
+            f'{type(backbone).__name__}'
+        )
+    return depth
+
+
+def _layer_of(name: str, depth: int) -> int:
+    """0 for the embeddings, 1 + i for block i, depth + 1 for the rest."""
+    block = re.match(r'backbone\.blocks\.(\d+)\.', name)
+    if block:
+        return int(block[1]) + 1
+    return 0 if name.startswith('backbone.') else depth + 1
+
+
+def _is_exempt(name: str, param: nn.Parameter) -> bool:
+    return param.ndim <= 1 or name in (
+        'backbone.pos_embed',
+        'backbone.cls_token',
+    )
+
+
+def _drop_outgrown_state(optimizer: torch.optim.Optimizer) -> None:
+    outgrown = [
+        param
+        for param, state in optimizer.state.items()
+        if any(
+            name in state and state[name].shape != param.shape
+            for name in MOMENTS
+        )
+    ]
+    for param in outgrown:
+        del optimizer.state[param]
+    if outgrown and is_main_process():
+        print_log(
+            f'The optimizer state of {len(outgrown)} tensors starts anew: '
+            'their shapes are not those of the checkpoint',
+            logger='current',
+            level=logging.WARNING,
+        )

@@ -1,0 +1,58 @@
+"""A segmentor that reads the checkpoints of the original experiments."""
+
+import re
+
+from mmseg.models.decode_heads.decode_head import BaseDecodeHead
+from mmseg.models.segmentors import EncoderDecoder
+from mmseg.registry import MODELS
+
+from .checkpoint import keep_classifier_if_classes_differ
+from .reading import unwrap_state_dict
+
+__all__ = ['InternViTSegmentor']
+
+
+@MODELS.register_module()
+class InternViTSegmentor(EncoderDecoder):
+    """MMSegmentation's `EncoderDecoder`, with tolerant loading.
+
+    Computes exactly what `EncoderDecoder` does. Whatever way the weights
+    come in, it also accepts
+
+    - a segmentation checkpoint of the original experiments (mmseg 0.x),
+      which keeps the pyramid in the backbone: `backbone.up1` becomes
+      `neck.up1`;
+    - a file with the backbone alone;
+    - heads for another number of classes: their classifier starts anew,
+      with a notice that names both numbers.
+    """
+
+    def _load_from_state_dict(
+        self, state_dict: dict, prefix: str, *args
+    ) -> None:
+        given = unwrap_state_dict(
+            {
+                name[len(prefix) :]: state_dict.pop(name)
+                for name in list(state_dict)
+                if name.startswith(prefix)
+            }
+        )
+        given = {name.removeprefix('module.'): v for name, v in given.items()}
+        if not any(name.startswith('backbone.') for name in given):
+            own = tuple(f'{name}.' for name in self._modules)
+            given = {
+                name if name.startswith(own) else f'backbone.{name}': value
+                for name, value in given.items()
+            }
+        state_dict.update(
+            {
+                prefix + re.sub(r'^backbone\.(up[1-4]\.)', r'neck.\1', name): v
+                for name, v in given.items()
+            }
+        )
+        for name, module in self.named_modules():
+            if isinstance(module, BaseDecodeHead):
+                keep_classifier_if_classes_differ(
+                    module, state_dict, f'{prefix}{name}.'
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
