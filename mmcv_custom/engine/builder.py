@@ -129,7 +129,11 @@ def build_comm_hook(
         return None
     knobs = dict(spec)
     name, wrapper = knobs.pop('type'), knobs.pop('wrapper', None)
-    _check_backend(_CAST_DTYPES.get(wrapper or name), process_group)
+    wire_dtype = _CAST_DTYPES.get(wrapper or name)
+    if wire_dtype is not None and dist.is_initialized():
+        check_backend(
+            wire_dtype, process_group, "ddp_comm_hook='fp16' or 'allreduce'"
+        )
     hook, knobs = _bind_knobs(_find_hook(name), knobs, process_group)
     if knobs:
         name += '[' + ', '.join(f'{k}={v}' for k, v in knobs.items()) + ']'
@@ -236,12 +240,24 @@ def _bind_knobs(
     return target(**knobs), resolved
 
 
-def _check_backend(
-    dtype: torch.dtype | None, process_group: dist.ProcessGroup | None
+def check_backend(
+    dtype: torch.dtype,
+    process_group: dist.ProcessGroup | None,
+    use_instead: str,
 ) -> None:
-    """Reduce one element: torch has no list of what a backend can reduce."""
-    if dtype is None or not dist.is_initialized():
-        return
+    """Find out whether the backend can reduce a dtype, by one element.
+
+    torch has no list of what a backend can reduce. All ranks of the group
+    have to call this function alike.
+
+    Args:
+        dtype: Of the tensors to be sent.
+        process_group: None is the world group.
+        use_instead: The advice that ends the error.
+
+    Raises:
+        RuntimeError: If the backend cannot.
+    """
     backend = dist.get_backend(process_group)
     device = 'cuda' if backend == 'nccl' else 'cpu'
     try:
@@ -251,5 +267,5 @@ def _check_backend(
     except (RuntimeError, ValueError, TypeError) as error:
         raise RuntimeError(
             f'backend {backend!r} of torch {torch.__version__} cannot reduce '
-            f"{dtype} ({error}); use ddp_comm_hook='fp16' or 'allreduce'"
+            f'{dtype} ({error}); use {use_instead}'
         ) from error

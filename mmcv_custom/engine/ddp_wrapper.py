@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from mmengine.model import MMDistributedDataParallel
 from mmengine.registry import MODEL_WRAPPERS
@@ -11,7 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..contract import adapt_hook
 from ..ddp_hooks import hook_name
-from .builder import build_comm_hook, normalize_comm_hook
+from .builder import (
+    build_comm_hook,
+    check_backend,
+    normalize_comm_hook,
+)
 
 __all__ = ['CommHookDistributedDataParallel', 'check_registration']
 
@@ -34,7 +39,8 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
 
     Raises:
         TypeError, ValueError: If ``ddp_comm_hook`` is wrong.
-        RuntimeError: If the backend cannot reduce the hook's wire dtype.
+        RuntimeError: If the backend cannot reduce the hook's wire dtype, or
+            bfloat16 where the module has such parameters.
     """
 
     def __init__(
@@ -48,6 +54,14 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
         normalize_comm_hook(ddp_comm_hook)  # before anything is broadcast
         if all(p.device.type == 'cpu' for p in module.parameters()):
             device_ids = None
+        # DDP broadcasts all parameters, frozen ones too, and would fail with
+        # an error that names neither them nor their dtype.
+        if any(p.dtype == torch.bfloat16 for p in module.parameters()):
+            check_backend(
+                torch.bfloat16,
+                kwargs.get('process_group'),
+                'float32 parameters',
+            )
         super().__init__(
             module,
             device_ids=device_ids,

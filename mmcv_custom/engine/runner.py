@@ -98,6 +98,7 @@ class CommHookRunner(Runner):
             )
         else:
             self._log_ignored('a single process exchanges no gradients')
+        self._log_batch_size()
         return super().train()
 
     def val(self) -> dict:
@@ -118,6 +119,28 @@ class CommHookRunner(Runner):
         cfg = self.cfg.get('ddp_comm_hook')
         if normalize_comm_hook(cfg) is not None:
             self.logger.info(f'ddp_comm_hook={cfg!r} is not used: {reason}')
+
+    def _log_batch_size(self) -> None:
+        """Compare the samples of a step with what the config is made for."""
+        per_process = _entry(self._train_dataloader, 'batch_size')
+        accumulated = _entry(self.optim_wrapper, 'accumulative_counts') or 1
+        if per_process is None:  # a batch sampler decides
+            return
+        total = per_process * self.world_size * accumulated
+        text = (
+            f'Effective batch size: {per_process} per process x '
+            f'{self.world_size} processes x {accumulated} accumulated = '
+            f'{total}'
+        )
+        scaling = self.auto_scale_lr or {}
+        reference = scaling.get('base_batch_size', total)
+        if total == reference or scaling.get('enable'):
+            self.logger.info(text)
+        else:
+            self.logger.warning(
+                f'{text}, but the learning rate of this config is meant for '
+                f'{reference}; auto_scale_lr.enable=True scales it'
+            )
 
     def _check_wrapper(self, model_wrapper_cfg: dict) -> None:
         """Refuse what would leave the hook out, or set another one."""
@@ -172,6 +195,15 @@ class CommHookRunner(Runner):
                 'normalises with the statistics of its own batch'
             )
         return revert_sync_batchnorm(model) if has_sync_bn else model
+
+
+def _entry(config_or_object: Any, name: str) -> Any:
+    """Read what MMEngine takes as a config or as a finished object."""
+    if isinstance(config_or_object, dict):
+        return config_or_object.get(name)
+    return getattr(
+        config_or_object, name, getattr(config_or_object, f'_{name}', None)
+    )
 
 
 def _on_cpu() -> bool:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from mmengine.runner import Runner
 
 from mmcv_custom.ddp_hooks import allreduce_hook, fp16_compress_hook
@@ -155,3 +156,33 @@ def refuse_bad_key(rank):
 
 def test_bad_key_is_refused():
     run_ranks(refuse_bad_key)
+
+
+def wrap_bfloat16(rank, refused):
+    if refused:
+        original = dist.all_reduce
+
+        def refuse(tensor, *args, **kwargs):
+            if tensor.dtype == torch.bfloat16:
+                raise RuntimeError('Invalid scalar type')
+            return original(tensor, *args, **kwargs)
+
+        dist.all_reduce = refuse
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    model[0].bfloat16().requires_grad_(False)
+    try:
+        CommHookDistributedDataParallel(model, ddp_comm_hook='fp16')
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def test_bfloat16_parameters_on_a_backend_without(tmp_path):
+    for message in run_ranks(wrap_bfloat16, True):
+        assert 'cannot reduce torch.bfloat16' in message
+        assert message.endswith('use float32 parameters')
+
+
+@pytest.mark.gloo_bf16
+def test_bfloat16_parameters_on_a_backend_that_has_it():
+    assert run_ranks(wrap_bfloat16, False) == [None, None]

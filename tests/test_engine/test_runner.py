@@ -59,6 +59,7 @@ def train(rank, work_dir, hook, options=None):
     return {
         'start': start,
         'end': parameters_of(runner),
+        'buffers': list(runner.model.module.buffers()),
         'wire': wire,
         'hook': runner.model._get_ddp_logging_data().get('comm_hook'),
         'log': log_of(runner) if rank == 0 else '',
@@ -174,6 +175,8 @@ def test_key_changes_the_exchange_and_nothing_else(tmp_path, feature):
             moved = max(moved, (a - start).abs().max().item())
             worst = max(worst, (a - c).abs().max().item())
         assert moved > 1e-3
+        for a, b in zip(none['buffers'], allreduce['buffers'], strict=True):
+            assert torch.equal(a, b)
         # Four steps, each off by at most 4 roundings of its gradient.
         assert 0 < worst <= 16 * 2**-11 * moved
         steps = 2 if feature == 'accumulation' else 4
@@ -440,3 +443,38 @@ def test_model_in_another_wrapper_is_refused(tmp_path):
         assert message.endswith(
             'needs a DistributedDataParallel, got a Sharded'
         )
+
+
+def train_batches(rank, work_dir, options, launcher='pytorch'):
+    runner = make_runner(
+        work_dir,
+        auto_scale_lr={'base_batch_size': 8, **options},
+        optim_wrapper={
+            'optimizer': {'type': 'SGD', 'lr': 0.1},
+            'accumulative_counts': 2,
+        },
+        launcher=launcher,
+    )
+    runner.train()
+    return log_of(runner) if rank == 0 else ''
+
+
+def test_effective_batch_size_is_logged(tmp_path):
+    log = run_ranks(train_batches, tmp_path, {})[0]
+    line = 'Effective batch size: 2 per process x 2 processes x 2 accumulated'
+    assert log.count(f'INFO - {line} = 8') == 1
+    assert 'is meant for' not in log
+
+
+def test_another_batch_size_than_the_configs_is_noticed(tmp_path):
+    [log] = run_ranks(train_batches, tmp_path, {}, 'none', world_size=1)
+    assert log.count('= 4, but the learning rate of this config is meant') == 1
+    assert 'is meant for 8; auto_scale_lr.enable=True scales it' in log
+
+
+def test_scaled_learning_rate_needs_no_notice(tmp_path):
+    [log] = run_ranks(
+        train_batches, tmp_path, {'enable': True}, 'none', world_size=1
+    )
+    assert 'accumulated = 4' in log
+    assert 'is meant for' not in log
