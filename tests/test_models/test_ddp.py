@@ -1,11 +1,13 @@
 """The models under DDP on two gloo ranks."""
 
 import warnings
+from collections import Counter
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from mmcv_custom import ddp_hooks
 from tests.ranks import gloo_reduces, run_ranks
 from tests.test_models.tiny import (
     make_sample,
@@ -13,12 +15,16 @@ from tests.test_models.tiny import (
     segmentor_config,
     upernet_config,
 )
+from tests.wire import record_all_reduce
 
 CONFIGS = {'linear': segmentor_config, 'upernet': upernet_config}
 
 
-def train_rank(rank, kind, backbone, ddp_options):
-    """Train three steps; return the last gradients and the warnings."""
+STEPS = 3
+
+
+def train_rank(rank, kind, backbone, hook, ddp_options):
+    """Train; return the last gradients, the warnings and the wire."""
     if kind == 'linear':
         config = segmentor_config(backbone, {'dropout_ratio': 0.0})
     else:
@@ -38,11 +44,16 @@ def train_rank(rank, kind, backbone, ddp_options):
     ddp = DistributedDataParallel(
         segmentor, broadcast_buffers=False, **ddp_options
     )
+    if hook is not None:
+        ddp.register_comm_hook(None, getattr(ddp_hooks, hook))
     trained = [p for p in ddp.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.01)
-    with warnings.catch_warnings(record=True) as caught:
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        record_all_reduce() as wire,
+    ):
         warnings.simplefilter('always')
-        for _ in range(3):
+        for _ in range(STEPS):
             optimizer.zero_grad()
             losses = ddp(**data, mode='loss')
             sum(v for n, v in losses.items() if 'loss' in n).backward()
@@ -52,20 +63,29 @@ def train_rank(rank, kind, backbone, ddp_options):
         for n, p in segmentor.named_parameters()
         if p.grad is not None
     }
-    return gradients, [str(w.message) for w in caught]
+    return gradients, [str(w.message) for w in caught], wire
 
 
-def train(kind, backbone, **ddp_options):
+def train(kind, backbone, hook=None, **ddp_options):
     """Gradients of the ranks, which must agree, without stride warnings."""
-    first, second = run_ranks(train_rank, kind, backbone, ddp_options)
-    for _, texts in (first, second):
+    return train_and_record(kind, backbone, hook, **ddp_options)[0]
+
+
+def train_and_record(kind, backbone, hook=None, **ddp_options):
+    """Gradients as of `train`, and the elements sent by dtype."""
+    first, second = run_ranks(train_rank, kind, backbone, hook, ddp_options)
+    for _, texts, _ in (first, second):
         assert not any('strides' in text for text in texts)
-    gradients = first[0]
+    gradients, _, wire = first
     assert set(gradients) == set(second[0])
     for name, gradient in gradients.items():
         assert (gradient == second[0][name]).all(), name
-        assert abs(gradient).max() > 0, name
-    return gradients
+        # A norm cancels the bias before it: fp16 may flush what is left.
+        assert hook is not None or abs(gradient).max() > 0, name
+    sent = Counter()
+    for collective in wire:
+        sent[collective.dtype] += collective.numel
+    return gradients, dict(sent)
 
 
 def skip_without_bfloat16():
@@ -73,18 +93,36 @@ def skip_without_bfloat16():
         pytest.skip("gloo of this torch, and DDP's start, lack bfloat16")
 
 
+@pytest.mark.parametrize('hook', [None, 'fp16_compress_hook'])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('kind', sorted(CONFIGS))
-def test_frozen_bfloat16_backbone(kind):
-    skip_without_bfloat16()
-    gradients = train(kind, {'frozen': True, 'dtype': 'bfloat16'})
+def test_frozen_backbone_is_in_no_bucket(kind, dtype, hook):
+    if dtype == 'bfloat16':
+        skip_without_bfloat16()
+    gradients, sent = train_and_record(
+        kind, {'frozen': True, 'dtype': dtype}, hook
+    )
     heads = ('decode_head.', 'auxiliary_head.', 'neck.')
     assert all(name.startswith(heads) for name in gradients)
+    if hook is not None:
+        elements = STEPS * sum(g.size for g in gradients.values())
+        assert sent == {torch.float16: elements}
 
 
-def test_trained_bfloat16_backbone():
+@pytest.mark.parametrize('hook', [None, 'fp16_compress_hook'])
+def test_trained_bfloat16_backbone(hook):
     skip_without_bfloat16()
-    gradients = train('linear', {'dtype': 'bfloat16'})
+    gradients, sent = train_and_record('linear', {'dtype': 'bfloat16'}, hook)
     assert 'backbone.patch_embed.proj.weight' in gradients
+    if hook is not None:
+        # Only the fp32 head is cast; bf16 gradients go as they are.
+        elements = {torch.float16: 0, torch.bfloat16: 0}
+        for name, gradient in gradients.items():
+            in_head = name.startswith('decode_head.')
+            elements[torch.float16 if in_head else torch.bfloat16] += (
+                STEPS * gradient.size
+            )
+        assert sent == elements
 
 
 @pytest.mark.parametrize('kind', sorted(CONFIGS))
