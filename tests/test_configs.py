@@ -8,8 +8,8 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import (
     DATASETS,
-    DefaultScope,
     PARAM_SCHEDULERS,
+    DefaultScope,
     init_default_scope,
 )
 from mmseg.registry import MODELS
@@ -149,7 +149,7 @@ RECIPES = {
     ),
 }
 
-HEADS = dict(linear='NormLinearHead', upernet='UPerHead')
+HEADS = {'linear': 'NormLinearHead', 'upernet': 'UPerHead'}
 
 # Keys that the runner or the tools read, and names that configs of
 # OpenMMLab define for their own use.
@@ -243,22 +243,29 @@ def test_recipe(name):
         assert cfg.model.auxiliary_head.in_index == 1
     else:
         assert 'auxiliary_head' not in cfg.model
-    assert cfg.optim_wrapper.optimizer == dict(
-        type='AdamW', lr=4e-5, betas=(0.9, 0.999), weight_decay=weight_decay
-    )
-    assert cfg.optim_wrapper.paramwise_cfg == dict(decay_rate=layer_decay)
+    assert cfg.optim_wrapper.optimizer == {
+        'type': 'AdamW',
+        'lr': 4e-5,
+        'betas': (0.9, 0.999),
+        'weight_decay': weight_decay,
+    }
+    assert cfg.optim_wrapper.paramwise_cfg == {'decay_rate': layer_decay}
     warm_up, decay = cfg.param_scheduler
-    assert warm_up == dict(
-        type='LinearLR', start_factor=1e-6, by_epoch=False, begin=0, end=1500
-    )
-    assert decay == dict(
-        type='PolyLR',
-        power=1.0,
-        eta_min=0.0,
-        by_epoch=False,
-        begin=1500,
-        end=iterations,
-    )
+    assert warm_up == {
+        'type': 'LinearLR',
+        'start_factor': 1e-6,
+        'by_epoch': False,
+        'begin': 0,
+        'end': 1500,
+    }
+    assert decay == {
+        'type': 'PolyLR',
+        'power': 1.0,
+        'eta_min': 0.0,
+        'by_epoch': False,
+        'begin': 1500,
+        'end': iterations,
+    }
     assert cfg.train_cfg.max_iters == iterations
     train_set = cfg.train_dataloader.dataset
     assert train_set.type == (
@@ -273,14 +280,18 @@ def test_recipe(name):
 def test_common_part_of_the_recipes(name):
     cfg = Config.fromfile(ADE[name])
     assert cfg.train_dataloader.batch_size == 2
-    assert cfg.auto_scale_lr == dict(enable=False, base_batch_size=16)
-    assert cfg.train_pipeline[3] == dict(
-        type='RandomCrop', crop_size=(504, 504), cat_max_ratio=0.75
-    )
+    assert cfg.auto_scale_lr == {'enable': False, 'base_batch_size': 16}
+    assert cfg.train_pipeline[3] == {
+        'type': 'RandomCrop',
+        'crop_size': (504, 504),
+        'cat_max_ratio': 0.75,
+    }
     assert cfg.model.data_preprocessor.size == (504, 504)
-    assert cfg.model.test_cfg == dict(
-        mode='slide', crop_size=(504, 504), stride=(322, 322)
-    )
+    assert cfg.model.test_cfg == {
+        'mode': 'slide',
+        'crop_size': (504, 504),
+        'stride': (322, 322),
+    }
 
 
 def test_names_say_what_is_inside():
@@ -361,11 +372,11 @@ def test_the_schedule_ends_with_the_training(cfg):
 
 def test_backend_is_left_open(cfg):
     assert 'backend' not in cfg.env_cfg.dist_cfg
-    assert cfg.ddp_comm_hook == dict(type='none')
+    assert cfg.ddp_comm_hook == {'type': 'none'}
 
 
 @pytest.mark.parametrize(
-    'hook', ['fp16', None, dict(type='allreduce', wrapper='bf16')]
+    'hook', ['fp16', None, {'type': 'allreduce', 'wrapper': 'bf16'}]
 )
 def test_hook_in_a_child_config(hook, tmp_path):
     base = next(iter(CONFIGS.values()))

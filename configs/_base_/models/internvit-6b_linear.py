@@ -1,0 +1,14 @@
+_base_ = './internvit_linear.py'
+# Published as intern_vit_6b_224px.pth in the model repository
+# OpenGVLab/InternVL on Hugging Face; place it there, or name another path by
+# --cfg-options model.backbone.init_cfg.checkpoint=FILE.
+checkpoint = 'pretrained/intern_vit_6b_224px.pth'
+model = dict(
+    backbone=dict(
+        arch='6b',
+        out_indices=[44],
+        dtype='bfloat16',
+        init_cfg=dict(type='Pretrained', checkpoint=checkpoint),
+    ),
+    decode_head=dict(in_channels=3200),
+)

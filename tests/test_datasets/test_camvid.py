@@ -1,0 +1,50 @@
+"""CamVid's classes, and files as MMSegmentation's pipeline reads them."""
+
+import cv2
+import numpy as np
+
+from mmcv_custom.datasets import CamVidDataset
+
+PIPELINE = [
+    {'type': 'LoadImageFromFile'},
+    {'type': 'LoadAnnotations'},
+    {'type': 'PackSegInputs'},
+]
+
+
+def test_classes_in_the_order_of_the_labels():
+    assert CamVidDataset.METAINFO['classes'] == (
+        'sky',
+        'building',
+        'pole',
+        'road',
+        'pavement',
+        'tree',
+        'sign symbol',
+        'fence',
+        'car',
+        'pedestrian',
+        'bicyclist',
+    )
+    palette = CamVidDataset.METAINFO['palette']
+    assert len({tuple(colour) for colour in palette}) == 11
+
+
+def test_labels_arrive_as_they_are_stored(tmp_path):
+    label = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    label[-1, -1] = 255
+    for folder in ('img_dir/val', 'ann_dir/val'):
+        (tmp_path / folder).mkdir(parents=True)
+    cv2.imwrite(
+        str(tmp_path / 'img_dir/val/a.jpg'), np.zeros((3, 4, 3), np.uint8)
+    )
+    cv2.imwrite(str(tmp_path / 'ann_dir/val/a.png'), label)
+    dataset = CamVidDataset(
+        data_root=str(tmp_path),
+        data_prefix={'img_path': 'img_dir/val', 'seg_map_path': 'ann_dir/val'},
+        pipeline=PIPELINE,
+    )
+    assert len(dataset) == 1
+    loaded = dataset[0]['data_samples'].gt_sem_seg.data.numpy()[0]
+    # Class 0 stays a class, and void stays void.
+    np.testing.assert_array_equal(loaded, label)

@@ -1,0 +1,243 @@
+"""From the command line to the config, without any training."""
+
+import os
+import sys
+
+import pytest
+from mmengine.config import Config
+
+from .scripts import REPO, fake_program, load_tool, run
+
+TRAIN = load_tool('train')
+TEST = load_tool('test')
+DEMO = (
+    REPO
+    / 'configs/internvit'
+    / next(
+        name
+        for name in os.listdir(REPO / 'configs/internvit')
+        if 'shapes' in name
+    )
+)
+ADE = (
+    REPO
+    / 'configs/internvit'
+    / 'internvit-6b_upernet_8xb2-80k_ade20k-504x504.py'
+)
+
+
+@pytest.fixture(name='config')
+def _config(tmp_path):
+    path = tmp_path / 'a config.py'
+    path.write_text(
+        "ddp_comm_hook = dict(type='none')\n"
+        "optim_wrapper = dict(type='OptimWrapper')\n"
+        "model = dict(type='A', heads=[dict(n=1), dict(n=2)])\n"
+        "note = 'old'\n"
+    )
+    return path
+
+
+def _train_config(config, *options):
+    return TRAIN.build_config(TRAIN.parse_args([str(config), *options]))
+
+
+@pytest.mark.parametrize(
+    ('options', 'in_a_file'),
+    [
+        (['ddp_comm_hook=fp16'], "'fp16'"),
+        (['ddp_comm_hook=None'], 'None'),
+        (['ddp_comm_hook='], "''"),
+        (
+            ['ddp_comm_hook=fp16_compress_wrapper(powerSGD)'],
+            "'fp16_compress_wrapper(powerSGD)'",
+        ),
+        (
+            [
+                'ddp_comm_hook.type=powersgd',
+                'ddp_comm_hook.wrapper=fp16',
+                'ddp_comm_hook.matrix_approximation_rank=4',
+                'ddp_comm_hook.start_iter=1000',
+            ],
+            "dict(type='powersgd', wrapper='fp16', start_iter=1000, "
+            'matrix_approximation_rank=4)',
+        ),
+        (
+            [
+                'ddp_comm_hook.type=powersgd',
+                '--cfg-options',
+                'ddp_comm_hook.wrapper=fp16',
+            ],
+            "dict(type='powersgd', wrapper='fp16')",
+        ),
+    ],
+)
+def test_hook_on_the_command_line_equals_the_file(
+    options, in_a_file, config, tmp_path
+):
+    # Through the launch script, which must hand every word on unchanged.
+    path = fake_program(
+        tmp_path / 'bin', 'python', 'printf "%s\\0" "$@" > args'
+    )
+    run(
+        REPO / 'tools/dist_train.sh',
+        config,
+        2,
+        '--cfg-options',
+        *options,
+        cwd=tmp_path,
+        env={'PATH': path},
+    )
+    words = (tmp_path / 'args').read_text().split('\0')[:-1]
+    words = words[words.index(str(REPO / 'tools/train.py')) + 1 :]
+    given = TRAIN.build_config(TRAIN.parse_args(words))
+    child = tmp_path / 'child.py'
+    child.write_text(
+        f"_base_ = './{config.name}'\nddp_comm_hook = {in_a_file}\n"
+    )
+    assert given.ddp_comm_hook == Config.fromfile(child).ddp_comm_hook
+    assert given.launcher == 'pytorch'
+
+
+def test_repeated_cfg_options_add_up(config):
+    cfg = _train_config(
+        config,
+        '--cfg-options',
+        'model.depth=3',
+        'note=new',
+        '--work-dir',
+        'w',
+        '--cfg-options',
+        'model.heads.1.n=7',
+        'note=a=b c',
+    )
+    assert cfg.model == {
+        'type': 'A',
+        'heads': [{'n': 1}, {'n': 7}],
+        'depth': 3,
+    }
+    # Blanks go: MMEngine's parser takes them out of every value.
+    assert cfg.note == 'a=bc'
+    assert cfg.work_dir == 'w'
+
+
+@pytest.mark.parametrize('option', ['note', '=1', 'model.levels=[1,2'])
+def test_half_written_option(option, config, capsys):
+    with pytest.raises(SystemExit) as error:
+        TRAIN.parse_args([str(config), '--cfg-options', option])
+    assert error.value.code == 2
+    # The last part is what the message of the parser quotes.
+    assert option.split('levels=')[-1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        ['note.type=b'],
+        ['ddp_comm_hook=fp16', 'ddp_comm_hook.wrapper=bf16'],
+        ['model.heads.7.n=1'],
+    ],
+)
+def test_option_that_does_not_fit(options, config):
+    with pytest.raises(SystemExit, match='does not fit'):
+        _train_config(config, '--cfg-options', *options)
+
+
+@pytest.mark.parametrize('module', ['no_such_module', 'broken_module'])
+def test_failed_import_names_module_and_reason(module, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / 'broken_module.py').write_text('import absent_thing\n')
+    config = tmp_path / 'config.py'
+    config.write_text(f"custom_imports = dict(imports=['os', '{module}'])\n")
+    with pytest.raises(SystemExit) as error:
+        _train_config(config)
+    message = str(error.value)
+    assert '\n' not in message
+    assert f'cannot import custom module {module!r}' in message
+    missing = 'absent_thing' if module == 'broken_module' else module
+    assert f"ModuleNotFoundError: No module named '{missing}'" in message
+
+
+@pytest.mark.parametrize('spelling', ['--local_rank', '--local-rank'])
+def test_local_rank(spelling, config, monkeypatch):
+    args = TRAIN.parse_args([f'{spelling}=3', str(config)])
+    monkeypatch.delenv('LOCAL_RANK', raising=False)
+    load_tool('config_step').set_local_rank(args)
+    assert os.environ['LOCAL_RANK'] == '3'
+    # A launcher that sets the variable knows better.
+    monkeypatch.setenv('LOCAL_RANK', '1')
+    load_tool('config_step').set_local_rank(args)
+    assert os.environ['LOCAL_RANK'] == '1'
+
+
+def test_work_dir(config):
+    assert _train_config(config).work_dir == os.path.join(
+        'work_dirs', 'a config'
+    )
+    assert (
+        _train_config(
+            config, '--cfg-options', 'work_dir=of_the_config'
+        ).work_dir
+        == 'of_the_config'
+    )
+
+
+def test_resume_and_amp(config):
+    cfg = _train_config(config, '--cfg-options', 'resume=True')
+    assert cfg.resume
+    cfg = _train_config(config, '--resume', '--amp')
+    assert cfg.resume
+    assert cfg.optim_wrapper == {
+        'type': 'AmpOptimWrapper',
+        'loss_scale': 'dynamic',
+    }
+    already = [
+        '--cfg-options',
+        'optim_wrapper.type=AmpOptimWrapper',
+        'optim_wrapper.loss_scale=512.',
+    ]
+    assert (
+        _train_config(config, '--amp', *already).optim_wrapper.loss_scale
+        == 512
+    )
+    with pytest.raises(SystemExit, match='optim_wrapper of type OptimWrapper'):
+        _train_config(
+            config, '--amp', '--cfg-options', 'optim_wrapper.type=Other'
+        )
+
+
+def _test_config(config, *options):
+    return TEST.build_config(TEST.parse_args([str(config), 'x.pth', *options]))
+
+
+def test_options_of_test():
+    cfg = _test_config(DEMO, '--out', 'o', '--show-dir', 's')
+    assert cfg.load_from == 'x.pth'
+    assert cfg.test_evaluator.output_dir == 'o'
+    assert cfg.default_hooks.visualization.draw
+    assert 'show' not in cfg.default_hooks.visualization
+    assert cfg.visualizer.save_dir == 's'
+    cfg = _test_config(DEMO, '--show', '--wait-time', '0.5')
+    assert cfg.default_hooks.visualization.show
+    assert cfg.default_hooks.visualization.wait_time == 0.5
+
+
+def test_augmented_test():
+    cfg = _test_config(ADE, '--tta')
+    assert cfg.model.type == 'SegTTAModel'
+    assert cfg.model.module.type == 'InternViTSegmentor'
+    assert cfg.test_dataloader.dataset.pipeline[1].type == 'TestTimeAug'
+    with pytest.raises(SystemExit, match='--tta needs tta_pipeline'):
+        _test_config(DEMO, '--tta')
+
+
+def test_options_that_lack_their_setting(config):
+    config.write_text('default_hooks = dict()\ntest_evaluator = [dict()]\n')
+    with pytest.raises(SystemExit, match=r'default_hooks\.visualization'):
+        _test_config(config, '--show')
+    with pytest.raises(SystemExit, match='single test_evaluator'):
+        _test_config(config, '--out', 'o')
+
+
+def test_sources_beside_the_tools_come_first():
+    assert str(REPO) in sys.path

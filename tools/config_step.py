@@ -1,0 +1,112 @@
+"""The part that train.py and test.py share: options and config."""
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+from mmengine.config import Config, DictAction
+
+__all__ = ['CfgOptions', 'add_common_options', 'load_config', 'set_local_rank']
+
+# The scripts run from any folder without PYTHONPATH. An installed package
+# that ships this folder without the sources beside it stays in charge.
+_ROOT = Path(__file__).resolve().parent.parent
+if (_ROOT / 'mmcv_custom').is_dir():
+    sys.path.insert(0, str(_ROOT))
+
+
+class CfgOptions(DictAction):
+    """``KEY=VALUE`` options; a repeated flag adds to the earlier ones."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        """Store the parsed options in ``namespace``.
+
+        Raises:
+            SystemExit: If an option is not in ``KEY=VALUE`` form.
+        """
+        for value in values:
+            key, equals, _ = value.partition('=')
+            if not (key and equals):
+                parser.error(f'{option_string} wants KEY=VALUE, got {value!r}')
+        try:
+            super().__call__(parser, namespace, values, option_string)
+        except AssertionError as error:
+            parser.error(f'{option_string}: {error}')
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that both scripts know to ``parser``."""
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=CfgOptions,
+        default={},
+        metavar='KEY=VALUE',
+        help='override settings of the config; nested keys are dotted, lists '
+        'are written key="[a,b]" or key=a,b without blanks; may be repeated',
+    )
+    parser.add_argument(
+        '--launcher',
+        choices=['none', 'pytorch', 'slurm', 'mpi'],
+        default='none',
+        help='what started the processes',
+    )
+    # torch.distributed.launch passes one of the two spellings, depending on
+    # the torch version; torchrun passes none and sets LOCAL_RANK.
+    parser.add_argument('--local_rank', '--local-rank', type=int, default=0)
+
+
+def set_local_rank(args: argparse.Namespace) -> None:
+    """Export ``--local_rank`` as ``LOCAL_RANK`` unless a launcher has."""
+    os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
+
+
+def _failed_import(error: ImportError) -> str:
+    """Name the custom module that MMEngine could not import, and why.
+
+    MMEngine raises twice from the error that says why: once naming the
+    module, once listing the search path.
+    """
+    chain: list[BaseException] = [error]
+    while cause := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(cause)
+    reason = f'{type(chain[-1]).__name__}: {chain[-1]}'
+    for link in chain:
+        module = re.fullmatch(r'Failed to import ([\w.]+)', str(link))
+        if module:
+            return f'cannot import custom module {module[1]!r}: {reason}'
+    return reason
+
+
+def load_config(args: argparse.Namespace) -> Config:
+    """Read the config file and apply the command line.
+
+    Args:
+        args: Parsed options, with ``config`` and ``work_dir``.
+
+    Returns:
+        The config with launcher, overrides and work directory set.
+
+    Raises:
+        SystemExit: If a custom module cannot be imported, or an override
+            does not fit the config.
+    """
+    try:
+        cfg = Config.fromfile(args.config)
+    except ImportError as error:
+        sys.exit(f'{args.config}: {_failed_import(error)}')
+    try:
+        cfg.merge_from_dict(args.cfg_options)
+    except (AttributeError, KeyError, TypeError) as error:
+        sys.exit(
+            f'--cfg-options {args.cfg_options} does not fit '
+            f'{args.config}: {error}'
+        )
+    cfg.launcher = args.launcher
+    if args.work_dir is not None:
+        cfg.work_dir = args.work_dir
+    elif cfg.get('work_dir') is None:
+        cfg.work_dir = str(Path('work_dirs') / Path(args.config).stem)
+    return cfg

@@ -1,0 +1,61 @@
+"""Train a segmentor from a config."""
+
+import argparse
+
+from config_step import add_common_options, load_config, set_local_rank
+from mmengine.config import Config
+from mmengine.runner import Runner
+from mmseg.registry import RUNNERS
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line (``argv``, by default the process's own)."""
+    parser = argparse.ArgumentParser(description='Train a segmentor')
+    parser.add_argument('config', help='config file')
+    parser.add_argument('--work-dir', help='folder for logs and checkpoints')
+    parser.add_argument(
+        '--resume',
+        action='store_true',
+        help='resume from the latest checkpoint in the work directory',
+    )
+    parser.add_argument(
+        '--amp',
+        action='store_true',
+        help='compute in mixed precision; the precision of the gradient '
+        'exchange is ddp_comm_hook, not this',
+    )
+    add_common_options(parser)
+    return parser.parse_args(argv)
+
+
+def build_config(args: argparse.Namespace) -> Config:
+    """Load the config and apply the options of training.
+
+    Raises:
+        SystemExit: If ``--amp`` meets an optimizer wrapper it cannot change.
+    """
+    cfg = load_config(args)
+    if args.resume:
+        cfg.resume = True
+    if args.amp and cfg.optim_wrapper.type != 'AmpOptimWrapper':
+        if cfg.optim_wrapper.type != 'OptimWrapper':
+            raise SystemExit(
+                '--amp needs an optim_wrapper of type '
+                f'OptimWrapper, got {cfg.optim_wrapper.type}'
+            )
+        cfg.optim_wrapper.type = 'AmpOptimWrapper'
+        cfg.optim_wrapper.loss_scale = 'dynamic'
+    return cfg
+
+
+def main() -> None:
+    """Train as the command line says."""
+    args = parse_args()
+    set_local_rank(args)
+    cfg = build_config(args)
+    build = RUNNERS.build if 'runner_type' in cfg else Runner.from_cfg
+    build(cfg).train()
+
+
+if __name__ == '__main__':
+    main()
