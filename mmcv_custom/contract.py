@@ -7,7 +7,10 @@ annotated plain function that returns a torch future), and reads some wrong
 results without an error.
 """
 
+import functools
 import inspect
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +19,9 @@ import torch.distributed as dist
 from .ddp_hooks import Future, call_hook, hook_name
 
 __all__ = ['adapt_hook']
+
+# Remembered here, as an attribute would travel with functools.wraps.
+_adapted_hooks = weakref.WeakSet()
 
 
 def adapt_hook(
@@ -33,13 +39,18 @@ def adapt_hook(
     Returns:
         A function ``(state, bucket)`` whose future yields the bucket's own
         buffer. A wrong result raises there, in Python, naming hook, bucket
-        and rank. A hook that has been adapted is returned as it is.
+        and rank. A hook that has been adapted to the same name is returned
+        as it is.
 
     Raises:
         TypeError: If ``hook`` is not callable, is a coroutine or generator
             function, or cannot be called with two positional arguments.
     """
-    if getattr(hook, 'keeps_contract', False):
+    if (
+        isinstance(hook, types.FunctionType)
+        and hook in _adapted_hooks
+        and name in (None, hook.__qualname__)
+    ):
         return hook
     _check_callable(hook)
 
@@ -48,7 +59,7 @@ def adapt_hook(
 
     # Not __name__: torch refuses some names for what it takes them to mean.
     adapted_hook.__qualname__ = name or hook_name(hook)
-    adapted_hook.keeps_contract = True
+    _adapted_hooks.add(adapted_hook)
     return adapted_hook
 
 
@@ -59,15 +70,25 @@ def _check_callable(hook: Any) -> None:
             f'got {hook!r}'
         )
     call = hook if inspect.isroutine(hook) else type(hook).__call__
-    if inspect.iscoroutinefunction(call) or inspect.isgeneratorfunction(call):
+    if (
+        inspect.iscoroutinefunction(call)
+        or inspect.isgeneratorfunction(call)
+        or inspect.isasyncgenfunction(call)
+    ):
         raise TypeError(
             f'communication hook {hook_name(hook)!r} is a coroutine or '
             'generator function; use a plain function that returns a '
             'torch.futures.Future'
         )
     try:
-        signature = inspect.signature(hook)
-    except ValueError:  # some builtins have none
+        # What is called is the outermost of decorated functions.
+        signature = inspect.signature(hook, follow_wrapped=False)
+    except ValueError as error:  # some builtins have none
+        if isinstance(hook, functools.partial):
+            raise TypeError(
+                f'communication hook {hook_name(hook)!r} cannot be called: '
+                f'{error}'
+            ) from None
         return
     try:
         signature.bind(None, None)

@@ -23,6 +23,8 @@ __all__ = [
 ]
 
 Future = torch.futures.Future
+# What a work's get_future() returns is an instance of this base only.
+AnyFuture = torch._C.Future
 
 
 def allreduce_hook(
@@ -40,11 +42,7 @@ def allreduce_hook(
     Returns:
         A future of the bucket's buffer, which then holds the average.
     """
-    buffer = bucket.buffer()
-    group = process_group if process_group is not None else dist.group.WORLD
-    buffer.div_(group.size())
-    work = dist.all_reduce(buffer, group=group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+    return _average(process_group, bucket.buffer())
 
 
 def fp16_compress_hook(
@@ -64,7 +62,7 @@ def fp16_compress_hook(
         the average. The cast copy is released when it completes
         (pytorch#45968).
     """
-    return _reduce_cast(torch.float16, allreduce_hook, process_group, bucket)
+    return _compress_hook(torch.float16, process_group, bucket)
 
 
 def bf16_compress_hook(
@@ -72,21 +70,11 @@ def bf16_compress_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a gradient bucket over the group, bfloat16 on the wire.
 
-    The range is float32's, the relative rounding error up to 2**-8. The
-    backend has to reduce bfloat16: NCCL 2.10 does, gloo does in torch 2.14
-    and does not in torch 2.1. A bucket that is not wider than 16 bits, or
-    not real, is sent in its own dtype.
-
-    Args:
-        process_group: The group to average over; None is the world group.
-        bucket: Gradients of shape (numel,). The buffer is overwritten.
-
-    Returns:
-        A future of the bucket's buffer in its own dtype, which then holds
-        the average. The cast copy is released when it completes
-        (pytorch#45968).
+    As :func:`fp16_compress_hook`, but the range is float32's and the
+    relative rounding error up to 2**-8. The backend has to reduce bfloat16:
+    NCCL 2.10 does, gloo does in torch 2.14 and does not in torch 2.1.
     """
-    return _reduce_cast(torch.bfloat16, allreduce_hook, process_group, bucket)
+    return _compress_hook(torch.bfloat16, process_group, bucket)
 
 
 # `register_comm_hook` refuses a function of the name bf16_compress_hook on a
@@ -121,19 +109,8 @@ def bf16_compress_wrapper(
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
     """Run any communication hook on a bfloat16 copy of the bucket.
 
+    As :func:`fp16_compress_wrapper` but for the dtype;
     ``bf16_compress_wrapper(allreduce_hook)`` equals ``bf16_compress_hook``.
-
-    Args:
-        hook: Called as ``hook(state, bucket)``; ``bucket.buffer()`` is the
-            bfloat16 copy of shape (numel,). It may return anything that
-            ``call_hook`` accepts. A bucket that is not wider than 16 bits,
-            or not real, reaches it unchanged.
-
-    Returns:
-        A hook whose future yields the bucket's own buffer in its own dtype.
-
-    Raises:
-        TypeError: If ``hook`` is not callable.
     """
     return _compress_wrapper(torch.bfloat16, 'bf16_compress_wrapper', hook)
 
@@ -176,7 +153,7 @@ def call_hook(
         )
     result = hook(state, bucket)
     finish = partial(_store_result, hook, bucket, buffer)
-    if isinstance(result, Future):
+    if isinstance(result, AnyFuture):
         return result.then(lambda future: finish(future.value()))
     # A future that holds CUDA tensors has to know the device.
     done = Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -191,26 +168,34 @@ def hook_name(hook: Callable) -> str:
     return getattr(hook, '__qualname__', type(hook).__qualname__)
 
 
-def _reduce_cast(
+def _average(
+    process_group: dist.ProcessGroup | None, tensor: torch.Tensor
+) -> Future:
+    """Average a tensor of any shape in place; the future yields it."""
+    group = process_group if process_group is not None else dist.group.WORLD
+    tensor.div_(group.size())
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def _is_wide(buffer: torch.Tensor) -> bool:
+    """Whether a cast to 16 bits saves bytes and keeps the meaning.
+
+    fp16 would overflow on a bf16 bucket and save no byte.
+    """
+    return buffer.is_floating_point() and buffer.element_size() > 2
+
+
+def _compress_hook(
     dtype: torch.dtype,
-    reduce: Callable[[Any, dist.GradBucket], Future],
-    state: Any,
+    process_group: dist.ProcessGroup | None,
     bucket: dist.GradBucket,
 ) -> Future:
-    """Let ``reduce`` work on a copy of the bucket in ``dtype``."""
     buffer = bucket.buffer()
-    # fp16 would overflow on a bf16 bucket and save no byte.
-    if not buffer.is_floating_point() or buffer.element_size() <= 2:
-        return reduce(state, bucket)
-    bucket.set_buffer(buffer.to(dtype))
-
-    def decompress(future: Future) -> torch.Tensor:
-        buffer.copy_(future.value())
-        # The bucket object may outlive this step; the copy must not.
-        bucket.set_buffer(buffer)
-        return buffer
-
-    return reduce(state, bucket).then(decompress)
+    if not _is_wide(buffer):
+        return _average(process_group, buffer)
+    future = _average(process_group, buffer.to(dtype))
+    return future.then(lambda future: buffer.copy_(future.value()))
 
 
 def _compress_wrapper(
@@ -218,12 +203,26 @@ def _compress_wrapper(
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
     if not callable(hook):
         raise TypeError(f'{name} takes a communication hook, got {hook!r}')
-    reduce = partial(call_hook, hook)
 
     def wrapped_hook(
         state: Any, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
-        return _reduce_cast(dtype, reduce, state, bucket)
+        buffer = bucket.buffer()
+        if not _is_wide(buffer):
+            return call_hook(hook, state, bucket)
+        bucket.set_buffer(buffer.to(dtype))
+
+        def decompress(future: Future) -> torch.Tensor:
+            buffer.copy_(future.value())
+            # The bucket object may outlive this step; the copy must not.
+            bucket.set_buffer(buffer)
+            return buffer
+
+        try:
+            return call_hook(hook, state, bucket).then(decompress)
+        except BaseException:
+            bucket.set_buffer(buffer)
+            raise
 
     # The name that DDP's logging data show.
     wrapped_hook.__qualname__ = f'{name}({hook_name(hook)})'
@@ -254,7 +253,9 @@ def _store_result(
         result = result[0]
     if not isinstance(result, torch.Tensor):
         _reject(hook, bucket, TypeError, _describe(result))
-    if result.is_complex() and not buffer.is_complex():
+    if result.dtype is torch.bool or (
+        result.is_complex() and not buffer.is_complex()
+    ):
         _reject(hook, bucket, TypeError, f'a {result.dtype} tensor')
     if result.numel() != buffer.numel():
         _reject(
@@ -263,13 +264,16 @@ def _store_result(
             ValueError,
             f'{result.numel()} elements for a buffer of {buffer.numel()}',
         )
-    in_place = (
-        result.data_ptr() == buffer.data_ptr()
-        and result.dtype == buffer.dtype
-        and result.is_contiguous()
-    )
-    if not in_place:
-        buffer.copy_(result.detach().reshape(-1))
+    if result is not buffer:
+        try:
+            buffer.copy_(result.detach().reshape(-1))
+        except RuntimeError as error:
+            _reject(
+                hook,
+                bucket,
+                TypeError,
+                f'a tensor that cannot be copied ({error})',
+            )
     bucket.set_buffer(buffer)
     return buffer
 
@@ -279,7 +283,7 @@ def _describe(result: Any) -> str:
         return 'None'
     if isinstance(result, dist.Work):
         return 'a Work (return its get_future() instead)'
-    if isinstance(result, Future):
+    if isinstance(result, AnyFuture):
         return 'a future inside a future'
     return f'a {type(result).__qualname__}'
 

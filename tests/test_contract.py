@@ -1,14 +1,20 @@
 """Every clause of the hook contract, through the adapter and the wrappers."""
 
+import functools
+import random
 import re
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from mmcv_custom.contract import adapt_hook
 from mmcv_custom.ddp_hooks import (
+    allreduce_hook,
     bf16_compress_wrapper,
+    fp16_compress_hook,
     fp16_compress_wrapper,
 )
 from tests import user_hooks
@@ -165,6 +171,10 @@ def generator(state, bucket):
         (lambda a, b, c: a, "missing a required argument: 'c'"),
         (coroutine, "'coroutine' is a coroutine or generator function"),
         (generator, "'generator' is a coroutine or generator function"),
+        (
+            functools.partial(user_hooks.scaled, factr=1.0),
+            "'scaled' cannot be called",
+        ),
     ],
 )
 def test_what_cannot_be_a_hook_is_refused_at_once(hook, message):
@@ -175,3 +185,112 @@ def test_what_cannot_be_a_hook_is_refused_at_once(hook, message):
 def test_adapting_twice_changes_nothing():
     hook = adapt_hook(user_hooks.returns_tensor)
     assert adapt_hook(hook) is hook
+    assert adapt_hook(hook, 'new name').__qualname__ == 'new name'
+
+
+def forgets_to_return(rank):
+    inner = adapt_hook(user_hooks.returns_tensor)
+
+    @functools.wraps(inner)
+    def decorated(state, bucket):
+        inner(state, bucket).wait()
+
+    ddp = make_ddp()
+    ddp.register_comm_hook(None, adapt_hook(decorated))
+    with pytest.raises(TypeError, match='returned None'):
+        train_step(ddp, rank)
+
+
+def test_decorated_adapted_hook_is_adapted_again():
+    run_ranks(forgets_to_return)
+
+
+def one(bucket):
+    return bucket.buffer()
+
+
+@functools.wraps(one)
+def injects_state(state, bucket):
+    return one(bucket)
+
+
+def test_signature_is_that_of_the_outermost_function():
+    adapt_hook(injects_state)
+
+
+ASYNCHRONOUS = {
+    'future': user_hooks.returns_future,
+    'future of list': user_hooks.returns_future_of_list,
+    'allreduce': allreduce_hook,
+    'fp16': fp16_compress_hook,
+    'fp16 wrapper': fp16_compress_wrapper(user_hooks.returns_future_of_list),
+    'both': fp16_compress_wrapper(adapt_hook(allreduce_hook)),
+}
+
+
+def time_in_hook(rank):
+    """Longest time rank 0 spends in a hook while rank 1 is late."""
+    spent = dict.fromkeys(ASYNCHRONOUS, 0.0)
+    for name, hook in ASYNCHRONOUS.items():
+        hook = adapt_hook(hook)
+
+        def timed(state, bucket, hook=hook, name=name):
+            start = time.monotonic()
+            future = hook(state, bucket)
+            spent[name] = max(spent[name], time.monotonic() - start)
+            return future
+
+        ddp = make_ddp()
+        ddp.register_comm_hook(None, timed)
+        for step in range(2):
+            if rank == 1:
+                time.sleep(DELAY_S)
+            train_step(ddp, rank, step)
+    return spent
+
+
+# Far beyond what a loaded machine adds to a call that does not wait.
+DELAY_S = 1.5
+
+
+def test_hooks_that_return_a_future_do_not_wait_for_other_ranks():
+    # Waiting would keep the backward of later buckets from overlapping.
+    for name, seconds in run_ranks(time_in_hook)[0].items():
+        assert seconds < DELAY_S / 2, name
+
+
+def soak(rank, wrapper):
+    """Largest error over many steps with random delays in the backward."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
+    delays = random.Random(rank)
+    for layer in model:
+        layer.register_full_backward_hook(
+            lambda *_: time.sleep(delays.random() * 2e-3)
+        )
+    ddp = make_ddp(model)
+    ddp.register_comm_hook(None, adapt_hook(WRAP[wrapper](allreduce_hook)))
+    worst = 0.0
+    for step in range(100):
+        ddp.zero_grad()
+        # The gradient of the last bias is the batch size, on every rank.
+        batch = torch.full((rank + 1, 8), 1.0 + step)
+        ddp(batch).sum().backward()
+        mean = sum(range(1, dist.get_world_size() + 1))
+        mean /= dist.get_world_size()
+        error = (model[-1].bias.grad - mean).abs().max().item() / mean
+        worst = max(worst, error)
+        for p in model.parameters():
+            lowest, highest = p.grad.clone(), p.grad.clone()
+            dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+            assert torch.equal(lowest, highest)
+    return worst
+
+
+@pytest.mark.parametrize('world_size', [2, 3])
+@pytest.mark.parametrize('wrapper', ['plain', 'fp16'])
+def test_soak_with_random_delays(wrapper, world_size):
+    for worst in run_ranks(
+        soak, wrapper, world_size=world_size, timeout_s=120
+    ):
+        assert worst <= BOUNDS[wrapper]

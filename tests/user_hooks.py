@@ -186,6 +186,23 @@ def gives_complex(state, bucket):
     return _mean(bucket).to(torch.complex64)
 
 
+def gives_bool(state, bucket):
+    return _mean(bucket) > 0
+
+
+def gives_sparse(state, bucket):
+    return _mean(bucket).to_sparse()
+
+
+def gives_short_later(state, bucket):
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0][:-1])
+
+
+def gives_collected(state, bucket):
+    return torch.futures.collect_all([_future_of(_mean(bucket))])
+
+
 def gives_wait_on_number(state, bucket):
     return WaitOnly(3)
 
@@ -217,6 +234,10 @@ BAD = {
     gives_short: 'ValueError: .*returned 20 elements for a buffer of 21',
     gives_long: 'ValueError: .*returned 22 elements for a buffer of 21',
     gives_complex: 'TypeError: .*returned a torch.complex64',
+    gives_bool: 'TypeError: .*returned a torch.bool tensor',
+    gives_sparse: 'TypeError: .*returned a tensor that cannot be copied',
+    gives_short_later: 'RuntimeError: .*ValueError: .*returned 20 elements',
+    gives_collected: 'RuntimeError: .*returned a future inside a future',
     gives_wait_on_number: 'TypeError: .*returned a int',
     gives_future_of_none: 'TypeError: .*returned None',
     gives_future_in_future: 'TypeError: .*returned a future inside a future',
@@ -236,3 +257,11 @@ def raises_on_rank_1(state, bucket):
     if dist.get_rank() == 1:
         raise ArithmeticError('a fault of rank 1')
     return returns_future(state, bucket)
+
+
+def one(bucket):
+    return _mean(bucket)
+
+
+def positional(state, bucket, factor=1.0, /):
+    return _mean(bucket).mul_(factor)

@@ -1,4 +1,4 @@
-"""Time the cast hooks against torch's own, and the adapter's guard.
+"""Time the hooks against torch's own, and the adapter's guard.
 
     torchrun --nproc-per-node 2 tools/benchmark_hooks.py
 
@@ -27,7 +27,7 @@ from mmcv_custom import ddp_hooks
 from mmcv_custom.contract import adapt_hook
 
 CONFIGS = Path(__file__).parents[1] / 'configs/internvit'
-DEMO = CONFIGS / 'internvit-tiny_linear_2xb8-400_shapes-112x112.py'
+DEMO = CONFIGS / 'internvit-tiny_linear_2xb4-400_shapes-112x112.py'
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -85,6 +85,17 @@ def compare(ours, other, bucket, rounds, calls=1):
     )
 
 
+def relative_error(hook, bucket):
+    """Largest error of the mean of normal gradients, over its largest."""
+    buffer = bucket.buffer()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    buffer.copy_(torch.randn(buffer.numel(), generator=generator))
+    mean = buffer.double() / dist.get_world_size()
+    dist.all_reduce(mean)
+    hook(None, bucket).wait()
+    return ((buffer - mean).abs().max() / mean.abs().max()).item()
+
+
 def count_and_time_steps(config, device, steps=10):
     """Buckets of the config's model, and the median of its step time."""
     cfg = Config.fromfile(config)
@@ -127,25 +138,30 @@ def main():
         device = torch.device('cpu')
     report = print if dist.get_rank() == 0 else lambda *_: None
     _, bucket = catch_bucket(device)
-    report(f'{dist.get_world_size()} processes, {dist.get_backend()}, '
-           f'{BUCKET_BYTES / 2**20:.0f} MB, medians of {args.rounds}')
-    for name in ('allreduce', 'fp16_compress', 'bf16_compress'):
+    report(
+        f'{dist.get_world_size()} processes, {dist.get_backend()}, '
+        f'{BUCKET_BYTES / 2**20:.0f} MB, medians of {args.rounds}'
+    )
+    for name in ('allreduce_hook', 'fp16_compress_hook', 'bf16_compress_hook'):
+        hook = getattr(ddp_hooks, name)
+        error = relative_error(hook, bucket)
         ours, torchs, ratio = compare(
-            getattr(ddp_hooks, f'{name}_hook'),
-            getattr(default_hooks, f'{name}_hook'),
-            bucket,
-            args.rounds,
+            hook, getattr(default_hooks, name), bucket, args.rounds
         )
-        report(f'{name + "_hook":20} {ours * 1e3:7.2f} ms   torch '
-               f'{torchs * 1e3:7.2f} ms   ratio {ratio:.3f}')
+        report(
+            f'{name:18} {ours * 1e3:6.1f} ms, torch {torchs * 1e3:6.1f} ms, '
+            f'ratio {ratio:.3f}, error {error:.1e}'
+        )
     guarded, plain, _ = compare(
         adapt_hook(do_nothing), do_nothing, bucket, args.rounds, calls=100
     )
     buckets, step = count_and_time_steps(args.config, device)
     guard = (guarded - plain) * buckets
-    report(f'guard {(guarded - plain) * 1e6:.1f} us a bucket; '
-           f'{buckets} buckets in a step of {step * 1e3:.0f} ms: '
-           f'{guard / step:.4%}')
+    report(
+        f'guard {(guarded - plain) * 1e6:.1f} us a bucket; '
+        f'{buckets} buckets in a step of {step * 1e3:.0f} ms: '
+        f'{guard / step:.4%}'
+    )
     dist.destroy_process_group()
 
 

@@ -32,7 +32,6 @@ _WRAPPER_ALIASES = {
     'bf16_compress_wrapper': 'bf16',
 }
 _WRAPPERS = {'fp16': fp16_compress_wrapper, 'bf16': bf16_compress_wrapper}
-_WRAPPER_NAMES = ['none', *_WRAPPERS]
 _CAST_DTYPES = {'fp16': torch.float16, 'bf16': torch.bfloat16}
 
 
@@ -45,11 +44,13 @@ class CommHook:
             ``fp16_wrapper(my_hook[rank=4])``.
         state: The first argument of each call of the hook.
         hook: Called as ``hook(state, bucket)``; DDP accepts it as it is.
+        wire_dtype: What the buckets are cast to, or None.
     """
 
     name: str
     state: Any
     hook: Callable[[Any, dist.GradBucket], Future]
+    wire_dtype: torch.dtype | None = None
 
 
 def normalize_comm_hook(cfg: str | dict | None) -> dict | None:
@@ -58,8 +59,8 @@ def normalize_comm_hook(cfg: str | dict | None) -> dict | None:
     Args:
         cfg: A name, ``dict(type=name, wrapper=name, **knobs)``, or None. A
             name is one of :data:`COMM_HOOKS`, a function name of
-            ``ddp_hooks``, or the dotted path of a hook. For names that are
-            not dotted, case does not matter, and ``-`` means ``_``.
+            ``ddp_hooks``, or the dotted path of a hook. Case does not
+            matter in a name that is not dotted, and ``-`` means ``_``.
 
     Returns:
         ``dict(type=..., **knobs)`` of plain data, with ``wrapper`` where one
@@ -72,12 +73,12 @@ def normalize_comm_hook(cfg: str | dict | None) -> dict | None:
             not have or that is missing, a wrapper around a hook that casts
             already, and a wrapper or knobs without a hook.
     """
-    knobs = dict(cfg) if isinstance(cfg, dict) else {'type': cfg}
+    knobs = _plain(cfg) if isinstance(cfg, dict) else {'type': cfg}
     name = _normalize_name(
-        'type', knobs.pop('type', None), _ALIASES, _hook_names()
+        'type', knobs.pop('type', None), _ALIASES, COMM_HOOKS.module_dict
     )
     wrapper = _normalize_name(
-        'wrapper', knobs.pop('wrapper', None), _WRAPPER_ALIASES, _WRAPPER_NAMES
+        'wrapper', knobs.pop('wrapper', None), _WRAPPER_ALIASES, _WRAPPERS
     )
     if name is None:
         if wrapper is not None or knobs:
@@ -87,10 +88,15 @@ def normalize_comm_hook(cfg: str | dict | None) -> dict | None:
             )
         return None
     target = _find_hook(name)
+    # A dotted path to a registered hook is that hook.
+    for registered, hook in COMM_HOOKS.module_dict.items():
+        if hook is target:
+            name = registered
+            break
     if wrapper is not None and wrapper not in _WRAPPERS:
         raise ValueError(
             f'ddp_comm_hook: unknown wrapper {wrapper!r}; '
-            + _alternatives(wrapper, _WRAPPER_NAMES)
+            + _alternatives(wrapper, ['none', *_WRAPPERS])
         )
     if wrapper is not None and name in _CAST_DTYPES:
         raise ValueError(
@@ -109,10 +115,6 @@ def build_comm_hook(
 ) -> CommHook | None:
     """Build the hook that a value of ``ddp_comm_hook`` names.
 
-    Where the hook casts, a first reduction of one element finds out whether
-    the backend can reduce that dtype: all ranks of the group have to call
-    this function alike.
-
     Args:
         cfg: As for :func:`normalize_comm_hook`.
         process_group: The group to average over; None is the world group.
@@ -121,8 +123,8 @@ def build_comm_hook(
         The hook, or None for "no hook".
 
     Raises:
-        TypeError, ValueError: As :func:`normalize_comm_hook`.
-        RuntimeError: If the backend cannot reduce the hook's wire dtype.
+        TypeError, ValueError: As :func:`normalize_comm_hook`, and what the
+            hook's own constructor raises.
     """
     spec = normalize_comm_hook(cfg)
     if spec is None:
@@ -130,58 +132,69 @@ def build_comm_hook(
     knobs = dict(spec)
     name, wrapper = knobs.pop('type'), knobs.pop('wrapper', None)
     wire_dtype = _CAST_DTYPES.get(wrapper or name)
-    if wire_dtype is not None and dist.is_initialized():
-        check_backend(
-            wire_dtype, process_group, "ddp_comm_hook='fp16' or 'allreduce'"
-        )
     hook, knobs = _bind_knobs(_find_hook(name), knobs, process_group)
     if knobs:
         name += '[' + ', '.join(f'{k}={v}' for k, v in knobs.items()) + ']'
+    hook = adapt_hook(hook, name)
     if wrapper is not None:
-        name, hook = f'{wrapper}_wrapper({name})', _WRAPPERS[wrapper](hook)
-    return CommHook(name, process_group, adapt_hook(hook, name))
+        name = f'{wrapper}_wrapper({name})'
+        hook = adapt_hook(_WRAPPERS[wrapper](hook), name)
+    return CommHook(name, process_group, hook, wire_dtype)
+
+
+def _plain(value: Any) -> Any:
+    """Copy a config as plain data: MMEngine's dicts answer to any name."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f'ddp_comm_hook: {key!r} is no name of a knob')
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_plain, value))
+    return value
 
 
 def _normalize_name(
-    key: str, value: Any, aliases: dict, names: list[str]
+    key: str, value: Any, aliases: dict, names: dict
 ) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str):
         raise TypeError(
             f'ddp_comm_hook: {key} must be a name, got {value!r}; '
-            + _alternatives('', names)
+            + _alternatives('', ['none', *names])
         )
-    name = value.strip().lower().replace('-', '_')
-    name = aliases.get(name, name)
-    if name in ('', 'none'):
+    value = value.strip()
+    if value in names:
+        return value
+    folded = {_fold(name): name for name in names} | aliases
+    if _fold(value) in ('', 'none'):
         return None
-    # A user's own name is taken, and an unknown one reported, as written.
-    return name if name in names and value not in names else value
+    return folded.get(_fold(value), value)
+
+
+def _fold(name: str) -> str:
+    return name.lower().replace('-', '_')
 
 
 def _find_hook(name: str) -> Callable:
+    # Not .get(): it takes the first part of a dotted name for a scope.
     if name in COMM_HOOKS.module_dict:
-        return COMM_HOOKS.get(name)
+        return COMM_HOOKS.module_dict[name]
     module, _, attribute = name.rpartition('.')
-    if not module:
-        raise ValueError(
-            f'unknown ddp_comm_hook {name!r}; '
-            + _alternatives(name, _hook_names())
-        )
     try:
+        if not module:
+            raise ValueError('it is not registered')
         hook = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f'ddp_comm_hook {name!r} cannot be imported: {error}'
+            f'unknown ddp_comm_hook {name!r} ({error}); '
+            + _alternatives(name, ['none', *COMM_HOOKS.module_dict])
+            + ', and the dotted path of a hook of your own'
         ) from error
     if not callable(hook):
         raise TypeError(f'ddp_comm_hook {name!r} is {hook!r}, not a hook')
     return hook
-
-
-def _hook_names() -> list[str]:
-    return ['none', *COMM_HOOKS.module_dict, 'your_module.your_hook']
 
 
 def _alternatives(name: str, names: list[str]) -> str:
@@ -192,31 +205,42 @@ def _alternatives(name: str, names: list[str]) -> str:
 
 def _knob_parameters(target: Callable) -> dict[str, inspect.Parameter]:
     """Return what a hook takes besides the arguments we or DDP supply."""
-    parameters = list(inspect.signature(target).parameters.values())
-    if inspect.isclass(target):
-        parameters = [p for p in parameters if p.name != 'process_group']
-    else:
-        parameters = parameters[2:]  # state and bucket, by position
-    return {p.name: p for p in parameters if p.kind is not p.VAR_POSITIONAL}
+    try:
+        parameters = list(inspect.signature(target).parameters.values())
+    except ValueError:  # some builtins have none
+        return {}
+    if not inspect.isclass(target):
+        # The first two by position are state and bucket.
+        leading = [
+            p
+            for p in parameters
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ][:2]
+        parameters = [p for p in parameters if p not in leading]
+    return {
+        p.name: p
+        for p in parameters
+        if p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)
+        and not (inspect.isclass(target) and p.name == 'process_group')
+    }
 
 
 def _check_knobs(name: str, target: Callable, knobs: dict) -> None:
     parameters = _knob_parameters(target)
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
+    named = {k: p for k, p in parameters.items() if p.kind != p.VAR_KEYWORD}
     for knob in knobs:
-        if knob not in parameters:
+        if knob not in named and named == parameters:
             raise ValueError(
                 f'ddp_comm_hook {name!r} has no knob {knob!r}; '
                 + (
-                    _alternatives(knob, list(parameters))
-                    if parameters
+                    _alternatives(knob, list(named))
+                    if named
                     else 'it has none'
                 )
             )
     missing = [
         knob
-        for knob, p in parameters.items()
+        for knob, p in named.items()
         if p.default is p.empty and knob not in knobs
     ]
     if missing:
@@ -238,34 +262,3 @@ def _bind_knobs(
     if 'process_group' in inspect.signature(target).parameters:
         knobs = {**knobs, 'process_group': process_group}
     return target(**knobs), resolved
-
-
-def check_backend(
-    dtype: torch.dtype,
-    process_group: dist.ProcessGroup | None,
-    use_instead: str,
-) -> None:
-    """Find out whether the backend can reduce a dtype, by one element.
-
-    torch has no list of what a backend can reduce. All ranks of the group
-    have to call this function alike.
-
-    Args:
-        dtype: Of the tensors to be sent.
-        process_group: None is the world group.
-        use_instead: The advice that ends the error.
-
-    Raises:
-        RuntimeError: If the backend cannot.
-    """
-    backend = dist.get_backend(process_group)
-    device = 'cuda' if backend == 'nccl' else 'cpu'
-    try:
-        dist.all_reduce(
-            torch.zeros(1, dtype=dtype, device=device), group=process_group
-        )
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise RuntimeError(
-            f'backend {backend!r} of torch {torch.__version__} cannot reduce '
-            f'{dtype} ({error}); use {use_instead}'
-        ) from error

@@ -12,13 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..contract import adapt_hook
 from ..ddp_hooks import hook_name
-from .builder import (
-    build_comm_hook,
-    check_backend,
-    normalize_comm_hook,
-)
+from .builder import CommHook, build_comm_hook, normalize_comm_hook
 
-__all__ = ['CommHookDistributedDataParallel', 'check_registration']
+__all__ = ['CommHookDistributedDataParallel', 'attach_comm_hook']
 
 
 @MODEL_WRAPPERS.register_module()
@@ -40,7 +36,7 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
     Raises:
         TypeError, ValueError: If ``ddp_comm_hook`` is wrong.
         RuntimeError: If the backend cannot reduce the hook's wire dtype, or
-            bfloat16 where the module has such parameters.
+            send a dtype of the module.
     """
 
     def __init__(
@@ -51,26 +47,27 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
         broadcast_buffers: bool = False,
         **kwargs,
     ) -> None:
-        normalize_comm_hook(ddp_comm_hook)  # before anything is broadcast
+        build_comm_hook(ddp_comm_hook)  # checks, before anything is sent
         if all(p.device.type == 'cpu' for p in module.parameters()):
             device_ids = None
-        # DDP broadcasts all parameters, frozen ones too, and would fail with
-        # an error that names neither them nor their dtype.
-        if any(p.dtype == torch.bfloat16 for p in module.parameters()):
-            check_backend(
-                torch.bfloat16,
-                kwargs.get('process_group'),
-                'float32 parameters',
+        try:
+            super().__init__(
+                module,
+                device_ids=device_ids,
+                broadcast_buffers=broadcast_buffers,
+                **kwargs,
             )
-        super().__init__(
-            module,
-            device_ids=device_ids,
-            broadcast_buffers=broadcast_buffers,
-            **kwargs,
-        )
-        comm_hook = build_comm_hook(ddp_comm_hook, self.process_group)
-        if comm_hook is not None:
-            self.register_comm_hook(comm_hook.state, comm_hook.hook)
+        except RuntimeError as error:
+            # DDP broadcasts all parameters, frozen ones too.
+            if 'Invalid scalar type' not in str(error):
+                raise
+            dtypes = {str(t.dtype) for t in module.state_dict().values()}
+            raise RuntimeError(
+                f'backend {dist.get_backend()!r} of torch '
+                f'{torch.__version__} cannot send one of the dtypes of the '
+                f'model, {", ".join(sorted(dtypes))} ({error}); use float32'
+            ) from error
+        attach_comm_hook(self, ddp_comm_hook)
 
     def register_comm_hook(
         self, state: Any, hook: Callable[[Any, dist.GradBucket], Any]
@@ -86,26 +83,66 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
                 has run.
             TypeError: If ``hook`` cannot be called as a hook.
         """
-        check_registration(self, hook)
+        _check_registration(self, hook)
         super().register_comm_hook(state, adapt_hook(hook))
 
 
-def check_registration(ddp: DistributedDataParallel, hook: Callable) -> None:
-    """Check that ``ddp`` can still take ``hook``.
+def attach_comm_hook(
+    ddp: DistributedDataParallel, cfg: str | dict | None
+) -> CommHook | None:
+    """Build the hook that ``cfg`` names for the group of ``ddp``; register it.
 
-    torch notices a second registration only after it has changed its own
-    books, and never a late one.
+    All ranks of the group have to call this alike: one element is reduced in
+    the wire dtype, as torch has no list of what a backend can reduce.
+
+    Returns:
+        The registered hook, or None for "no hook".
 
     Raises:
-        RuntimeError: If a hook is registered already, or a backward pass
-            has run.
+        TypeError, ValueError: If ``cfg`` is wrong.
         TypeError: If ``ddp`` is another kind of wrapper.
+        RuntimeError: If the backend cannot reduce the wire dtype, or ``ddp``
+            cannot take a hook any more.
     """
+    if normalize_comm_hook(cfg) is None:
+        return None
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
-            f'communication hook {hook_name(hook)!r} needs a '
-            f'DistributedDataParallel, got a {type(ddp).__name__}'
+            f'ddp_comm_hook={cfg!r} needs a DistributedDataParallel, got a '
+            f'{type(ddp).__name__}'
         )
+    group = ddp.process_group
+    # None, where it means the same, can be copied and pickled.
+    comm_hook = build_comm_hook(
+        cfg, None if group is dist.group.WORLD else group
+    )
+    _check_registration(ddp, comm_hook.hook)
+    if comm_hook.wire_dtype is not None:
+        device = next(p.device for p in ddp.parameters() if p.requires_grad)
+        _check_backend(comm_hook.wire_dtype, group, device)
+    ddp.register_comm_hook(comm_hook.state, comm_hook.hook)
+    return comm_hook
+
+
+def _check_backend(
+    dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    try:
+        dist.all_reduce(
+            torch.zeros(1, dtype=dtype, device=device), group=group
+        )
+    except (RuntimeError, ValueError, TypeError) as error:
+        # Raises itself if the trouble is not the dtype.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        raise RuntimeError(
+            f'backend {dist.get_backend(group)!r} of torch '
+            f'{torch.__version__} cannot reduce {dtype} ({error}); use '
+            "ddp_comm_hook='fp16' or 'allreduce'"
+        ) from error
+
+
+def _check_registration(ddp: DistributedDataParallel, hook: Callable) -> None:
+    """Check what torch notices too late: a second hook, or a late one."""
     if ddp._comm_hooks:
         present = hook_name(ddp._comm_hooks[0][0])
         raise RuntimeError(
@@ -116,8 +153,6 @@ def check_registration(ddp: DistributedDataParallel, hook: Callable) -> None:
         any(ddp.reducer.get_backward_stats())
         # set by the first backward of a static graph, which has no stats
         or getattr(ddp, '_static_graph_delay_allreduce_enqueued', False)
-        # left by a backward under no_sync
-        or any(p.grad is not None for p in ddp.parameters())
     ):
         raise RuntimeError(
             f'communication hook {hook_name(hook)!r} must be registered '

@@ -1,16 +1,23 @@
-"""Start gloo where MMEngine can only start an accelerator's backend."""
+"""Start a process group on CPU, which MMEngine cannot."""
 
 import os
 import subprocess
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ['init_gloo']
+__all__ = ['init_cpu_group']
+
+CPU_BACKENDS = ('gloo', 'mpi', 'ucc')
 
 
-def init_gloo(
-    launcher: str, timeout: float | None = None, backend: str = 'gloo'
+def init_cpu_group(
+    launcher: str,
+    backend: str | None = None,
+    timeout: float | None = None,
+    port: int | None = None,
+    **options: Any,
 ) -> None:
     """Start the default process group on CPU.
 
@@ -20,31 +27,39 @@ def init_gloo(
     Args:
         launcher: ``'pytorch'`` (torchrun's environment variables) or
             ``'slurm'`` (Slurm's, which are translated into torchrun's).
+        backend: What the config asks for; None is gloo.
         timeout: Of the collectives, in seconds; None is torch's default.
-        backend: What the config asks for.
+        port: Of the first process, for Slurm.
+        **options: More options of ``init_process_group``.
 
     Raises:
-        ValueError: For another backend or launcher.
+        ValueError: For a backend of accelerators, another launcher, or a
+            timeout that is no positive number.
     """
-    if backend != 'gloo':
+    backend = backend or 'gloo'
+    if not any(name in backend.lower() for name in CPU_BACKENDS):
         raise ValueError(
             f'env_cfg.dist_cfg.backend={backend!r}, but this machine shows '
             "no accelerator; use 'gloo', or leave the backend out"
         )
+    if timeout is not None:
+        if not isinstance(timeout, (int, float)) or timeout <= 0:
+            raise ValueError(
+                f'env_cfg.dist_cfg.timeout={timeout!r} must be a positive '
+                'number of seconds'
+            )
+        options['timeout'] = timedelta(seconds=timeout)
     if launcher == 'slurm':
-        _translate_slurm_environment()
+        _translate_slurm_environment(port)
     elif launcher != 'pytorch':
         raise ValueError(
             f'launcher={launcher!r} cannot start training on CPU; use '
             "'pytorch' or 'slurm'"
         )
-    options = (
-        {} if timeout is None else {'timeout': timedelta(seconds=timeout)}
-    )
-    dist.init_process_group('gloo', **options)
+    dist.init_process_group(backend, **options)
 
 
-def _translate_slurm_environment() -> None:
+def _translate_slurm_environment(port: int | None) -> None:
     hosts = subprocess.run(
         ['scontrol', 'show', 'hostname', os.environ['SLURM_NODELIST']],
         check=True,
@@ -52,6 +67,8 @@ def _translate_slurm_environment() -> None:
         text=True,
     ).stdout
     os.environ.setdefault('MASTER_ADDR', hosts.split()[0])
+    if port is not None:
+        os.environ['MASTER_PORT'] = str(port)
     os.environ.setdefault('MASTER_PORT', '29500')
     os.environ['RANK'] = os.environ['SLURM_PROCID']
     os.environ['LOCAL_RANK'] = os.environ['SLURM_LOCALID']

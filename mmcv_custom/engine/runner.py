@@ -17,10 +17,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .builder import CommHook, build_comm_hook, normalize_comm_hook
-from .ddp_wrapper import CommHookDistributedDataParallel, check_registration
-from .distributed import init_gloo
+from .ddp_wrapper import CommHookDistributedDataParallel, attach_comm_hook
+from .distributed import init_cpu_group
 
 __all__ = ['CommHookRunner']
+
+# MMEngine's, where nothing is configured.
+_DEFAULT_ENV_CFG = {'dist_cfg': {'backend': 'nccl'}}
 
 
 @RUNNERS.register_module()
@@ -43,21 +46,15 @@ class CommHookRunner(Runner):
     comm_hook: CommHook | None = None
 
     def setup_env(self, env_cfg: dict) -> None:
-        """Start the process group and build the hook, before all else."""
-        cfg = self.cfg.get('ddp_comm_hook')
-        if normalize_comm_hook(cfg) is not None:
-            self._check_wrapper(self.cfg.get('model_wrapper_cfg') or {})
+        """Check the key and start the process group, before all else."""
+        build_comm_hook(self._hook_cfg)
+        self._check_wrapper()
         if self.distributed and not is_distributed() and _on_cpu():
-            # Not from `env_cfg`: its default names nccl where none is set.
-            dist_cfg = (self.cfg.get('env_cfg') or {}).get('dist_cfg') or {}
-            init_gloo(
-                self._launcher,
-                timeout=dist_cfg.get('timeout'),
-                backend=dist_cfg.get('backend', 'gloo'),
-            )
+            dist_cfg = env_cfg.get('dist_cfg') or {}
+            if 'env_cfg' not in self.cfg and env_cfg == _DEFAULT_ENV_CFG:
+                dist_cfg = {}  # nobody asked for nccl
+            init_cpu_group(self._launcher, **dist_cfg)
         super().setup_env(env_cfg)
-        if self._exchanges_gradients:
-            self.comm_hook = build_comm_hook(cfg)
 
     def wrap_model(
         self, model_wrapper_cfg: dict | None, model: nn.Module
@@ -72,32 +69,34 @@ class CommHookRunner(Runner):
         Returns:
             The wrapped model, or in a single process the model itself.
         """
+        sync_bn = self.cfg.get('sync_bn')
         if self.distributed and not is_model_wrapper(model):
             model_wrapper_cfg = self._wrapper_options(model_wrapper_cfg)
             if _on_cpu():
-                # MMEngine always passes device ids, which DDP refuses here.
-                model_wrapper_cfg.setdefault('device_ids', None)
                 model = self._revert_sync_batchnorm(model)
-        model = super().wrap_model(model_wrapper_cfg, model)
-        if self.comm_hook is not None:
-            check_registration(model, self.comm_hook.hook)
-            model.register_comm_hook(self.comm_hook.state, self.comm_hook.hook)
+        try:
+            model = super().wrap_model(model_wrapper_cfg, model)
+        finally:
+            if sync_bn is not None:
+                self.cfg.sync_bn = sync_bn
+        if self.world_size > 1 and self._train_loop is not None:
+            self.comm_hook = attach_comm_hook(model, self._hook_cfg)
         return model
 
     def train(self) -> nn.Module:
         """Train, after one log line that says how gradients are exchanged."""
-        name = None
-        if isinstance(self.model, DistributedDataParallel):
-            name = self.model._get_ddp_logging_data().get('comm_hook')
-        if name is not None:
-            self.logger.info(f'Gradient exchange: communication hook {name}')
-        elif self.world_size > 1:
-            self.logger.info(
-                "Gradient exchange: DDP's own all-reduce, as ddp_comm_hook "
-                'is not set'
-            )
-        else:
+        if self.world_size == 1:
             self._log_ignored('a single process exchanges no gradients')
+        elif _takes_hook(type(self.model)):
+            name = self.model._get_ddp_logging_data().get('comm_hook')
+            self.logger.info(
+                'Gradient exchange: '
+                + (
+                    f'communication hook {name}'
+                    if name
+                    else "DDP's own all-reduce, as ddp_comm_hook is not set"
+                )
+            )
         self._log_batch_size()
         return super().train()
 
@@ -112,11 +111,21 @@ class CommHookRunner(Runner):
         return super().test()
 
     @property
-    def _exchanges_gradients(self) -> bool:
-        return self.world_size > 1 and self._train_loop is not None
+    def _hook_cfg(self) -> str | dict | None:
+        """The key, at the top level or in the options of our wrapper."""
+        cfg = self.cfg.get('ddp_comm_hook')
+        options = self.cfg.get('model_wrapper_cfg') or {}
+        if 'ddp_comm_hook' not in options:
+            return cfg
+        if normalize_comm_hook(cfg) is not None:
+            raise ValueError(
+                'ddp_comm_hook is set twice: at the top level and in '
+                'model_wrapper_cfg'
+            )
+        return options['ddp_comm_hook']
 
     def _log_ignored(self, reason: str) -> None:
-        cfg = self.cfg.get('ddp_comm_hook')
+        cfg = self._hook_cfg
         if normalize_comm_hook(cfg) is not None:
             self.logger.info(f'ddp_comm_hook={cfg!r} is not used: {reason}')
 
@@ -142,45 +151,32 @@ class CommHookRunner(Runner):
                 f'{reference}; auto_scale_lr.enable=True scales it'
             )
 
-    def _check_wrapper(self, model_wrapper_cfg: dict) -> None:
-        """Refuse what would leave the hook out, or set another one."""
-        wrapper = model_wrapper_cfg.get('type', 'MMDistributedDataParallel')
-        wrapper_class = (
-            MODEL_WRAPPERS.get(wrapper)
-            if isinstance(wrapper, str)
-            else wrapper
-        )
-        if inspect.isclass(wrapper_class) and (
-            not issubclass(wrapper_class, DistributedDataParallel)
-            # a DDP by name only: it wraps each child into one of its own
-            or issubclass(wrapper_class, MMSeparateDistributedDataParallel)
-        ):
+    def _check_wrapper(self) -> None:
+        """Refuse a wrapper that could not take the hook."""
+        options = self.cfg.get('model_wrapper_cfg')
+        if options is None or normalize_comm_hook(self._hook_cfg) is None:
+            return
+        if not _takes_hook(_wrapper_class(options)):
             raise ValueError(
                 'ddp_comm_hook needs a DistributedDataParallel, but '
-                f'model_wrapper_cfg.type is {wrapper!r}'
-            )
-        if 'ddp_comm_hook' in model_wrapper_cfg:
-            raise ValueError(
-                'ddp_comm_hook is set twice: at the top level and in '
-                'model_wrapper_cfg'
+                f'model_wrapper_cfg.type is {options["type"]!r}'
             )
 
     def _wrapper_options(self, model_wrapper_cfg: dict | None) -> dict:
         """Fill in what MMEngine sets only if no wrapper is configured."""
-        if model_wrapper_cfg is None:
-            options: dict[str, Any] = {
-                'type': CommHookDistributedDataParallel.__name__
-            }
-        else:
-            options = copy.deepcopy(model_wrapper_cfg)
-        if options.get('type') in (
-            CommHookDistributedDataParallel.__name__,
-            CommHookDistributedDataParallel,
-        ):
+        options = copy.deepcopy(model_wrapper_cfg)
+        if options is None:
+            options = {'type': CommHookDistributedDataParallel.__name__}
+        wrapper = _wrapper_class(options)
+        if issubclass(wrapper, CommHookDistributedDataParallel):
+            options.pop('ddp_comm_hook', None)  # registered by this runner
             options.setdefault(
                 'find_unused_parameters',
                 self.cfg.get('find_unused_parameters', False),
             )
+        if issubclass(wrapper, DistributedDataParallel) and _on_cpu():
+            # MMEngine always passes device ids, which DDP refuses here.
+            options.setdefault('device_ids', None)
         return options
 
     def _revert_sync_batchnorm(self, model: nn.Module) -> nn.Module:
@@ -204,6 +200,27 @@ def _entry(config_or_object: Any, name: str) -> Any:
     return getattr(
         config_or_object, name, getattr(config_or_object, f'_{name}', None)
     )
+
+
+def _takes_hook(wrapper: type) -> bool:
+    # MMSeparate... is a DDP by name only: it wraps each child into one.
+    return issubclass(wrapper, DistributedDataParallel) and not issubclass(
+        wrapper, MMSeparateDistributedDataParallel
+    )
+
+
+def _wrapper_class(options: dict) -> type:
+    """The class that MMEngine would build from `model_wrapper_cfg`."""
+    wrapper = options.get('type', 'MMDistributedDataParallel')
+    found = (
+        MODEL_WRAPPERS.get(wrapper) if isinstance(wrapper, str) else wrapper
+    )
+    if not inspect.isclass(found):
+        raise ValueError(
+            f'model_wrapper_cfg.type={wrapper!r} is no model wrapper; '
+            'registered are ' + ', '.join(sorted(MODEL_WRAPPERS.module_dict))
+        )
+    return found
 
 
 def _on_cpu() -> bool:

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-import torch
 import torch.distributed as dist
 from mmengine.config import Config
 
@@ -39,6 +38,7 @@ def registered():
         ('FP16', {'type': 'fp16'}),
         (' bf16 ', {'type': 'bf16'}),
         ('AllReduce', {'type': 'allreduce'}),
+        ('mmcv_custom.ddp_hooks.bf16_compress_hook', {'type': 'bf16'}),
         ('allreduce_hook', {'type': 'allreduce'}),
         ('fp16_compress_hook', {'type': 'fp16'}),
         ('fp16-compress-hook', {'type': 'fp16'}),
@@ -66,10 +66,27 @@ def test_normalized(cfg, spec):
         (
             'fp_16',
             ValueError,
-            "unknown ddp_comm_hook 'fp_16'; did you mean 'fp16'? valid "
-            "names are 'none', 'allreduce', 'fp16', 'bf16'",
+            "unknown ddp_comm_hook 'fp_16' (it is not registered); did you "
+            "mean 'fp16'? valid names are 'none', 'allreduce', 'fp16', "
+            "'bf16', and the dotted path of a hook of your own",
         ),
-        ('quantum', ValueError, "'quantum'; valid names are 'none'"),
+        ('quantum', ValueError, "'quantum' (it is not registered); valid"),
+        ('mmcv_custom.fp16', ValueError, "valid names are 'none'"),
+        ('.a.b', ValueError, "unknown ddp_comm_hook '.a.b'"),
+        ({'type': 'fp16', 1: 2}, TypeError, '1 is no name of a knob'),
+        (
+            {
+                'type': 'mmcv_custom.ddp_hooks.fp16_compress_hook',
+                'wrapper': 'bf16',
+            },
+            ValueError,
+            'casts already',
+        ),
+        (
+            {'type': 'tests.user_hooks.positional', 'factor': 2.0},
+            ValueError,
+            'it has none',
+        ),
         ('fp16_compress_wrapper(powerSGD)', ValueError, 'powerSGD'),
         (True, TypeError, 'type must be a name, got True; valid names'),
         (16, TypeError, 'got 16'),
@@ -153,8 +170,7 @@ def build_in_subgroup(rank):
     COMM_HOOKS.register_module('MyHook', module=user_hooks.Stateful)
     plain = build_comm_hook('fp16', group)
     own = build_comm_hook({'type': 'MyHook', 'factor': 2.0}, group)
-    bound = own.hook.__closure__
-    hooks = [c.cell_contents for c in bound]
+    hooks = [cell.cell_contents for cell in own.hook.__closure__]
     stateful = next(h for h in hooks if isinstance(h, user_hooks.Stateful))
     return plain.state is group, stateful.process_group is group
 
@@ -164,33 +180,22 @@ def test_binds_the_process_group():
     assert results == [(True, True), (True, True), None]
 
 
-def build_on_a_poor_backend(rank, cfg):
-    original = dist.all_reduce
-
-    def refuse(tensor, *args, **kwargs):
-        if tensor.dtype == torch.bfloat16:
-            raise RuntimeError('Invalid scalar type')
-        return original(tensor, *args, **kwargs)
-
-    dist.all_reduce = refuse
-    try:
-        build_comm_hook(cfg)
-    except RuntimeError as error:
-        return str(error)
-    return None
+def test_signature_is_checked_inside_a_wrapper():
+    with pytest.raises(TypeError, match='is called as hook'):
+        build_comm_hook({'type': 'tests.user_hooks.one', 'wrapper': 'fp16'})
 
 
-@pytest.mark.parametrize(
-    'cfg', ['bf16', {'type': 'allreduce', 'wrapper': 'bf16'}]
-)
-def test_backend_without_bf16_is_named_on_every_rank(cfg):
-    for message in run_ranks(build_on_a_poor_backend, cfg):
-        assert message.startswith(
-            f"backend 'gloo' of torch {torch.__version__} cannot reduce "
-            'torch.bfloat16 (Invalid scalar type)'
-        )
-        assert "use ddp_comm_hook='fp16' or 'allreduce'" in message
+@pytest.fixture
+def registered_oddly():
+    names = ['my.hook', 'My-Own']
+    COMM_HOOKS.register_module(names, module=user_hooks.scaled)
+    yield
+    for name in names:
+        COMM_HOOKS.module_dict.pop(name)
 
 
-def test_backend_is_asked_for_the_wire_dtype_only():
-    assert run_ranks(build_on_a_poor_backend, 'fp16') == [None, None]
+@pytest.mark.parametrize('name', ['my.hook', ' My-Own ', 'my_own'])
+def test_registered_names(registered_oddly, name):
+    assert build_comm_hook({'type': name, 'factor': 2.0}).name.endswith(
+        '[factor=2.0]'
+    )

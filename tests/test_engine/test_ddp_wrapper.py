@@ -8,7 +8,7 @@ from mmengine.runner import Runner
 from mmcv_custom.ddp_hooks import allreduce_hook, fp16_compress_hook
 from mmcv_custom.engine import CommHookDistributedDataParallel
 from tests import user_hooks
-from tests.ranks import run_ranks
+from tests.ranks import gloo_reduces, run_ranks
 from tests.test_engine.toy_runner import make_cfg
 from tests.toy import (
     loss_of,
@@ -86,42 +86,39 @@ def test_second_registration_is_refused_and_leaves_no_trace():
     assert run_ranks(register_twice) == [{torch.float16}] * 2
 
 
-def register_late(rank, options, silent):
+def register_late(rank, options):
     ddp = wrap(**options)
-    if silent:
-        with ddp.no_sync():
-            loss_of(ddp, make_batch(rank)).backward()
-    else:
-        loss_of(ddp, make_batch(rank)).backward()
-        ddp.zero_grad(set_to_none=True)
+    loss_of(ddp, make_batch(rank)).backward()
+    ddp.zero_grad(set_to_none=True)
     with pytest.raises(RuntimeError, match='before the first backward'):
         ddp.register_comm_hook(None, fp16_compress_hook)
 
 
 @pytest.mark.parametrize(
-    ('options', 'silent'),
+    'options',
     [
-        ({}, False),
-        ({'static_graph': True}, False),
-        ({'find_unused_parameters': True}, False),
-        ({'gradient_as_bucket_view': True}, False),
-        ({}, True),
+        {},
+        {'static_graph': True},
+        {'find_unused_parameters': True},
+        {'gradient_as_bucket_view': True},
     ],
     ids=str,
 )
-def test_registration_after_the_first_backward_is_refused(options, silent):
-    run_ranks(register_late, options, silent)
+def test_registration_after_the_first_backward_is_refused(options):
+    run_ranks(register_late, options)
 
 
 def register_after_forward_only(rank):
-    ddp = wrap()
+    model = make_model()
+    loss_of(model, make_batch(rank)).backward()  # not a backward of the DDP
+    ddp = CommHookDistributedDataParallel(model)
     with torch.no_grad():
         ddp(make_batch(rank))
     ddp.register_comm_hook(None, fp16_compress_hook)
     return train_step(ddp, rank)
 
 
-def test_registration_after_an_inference_is_accepted():
+def test_registration_after_other_uses_of_the_model_is_accepted():
     run_ranks(register_after_forward_only)
 
 
@@ -158,16 +155,38 @@ def test_bad_key_is_refused():
     run_ranks(refuse_bad_key)
 
 
-def wrap_bfloat16(rank, refused):
-    if refused:
-        original = dist.all_reduce
+def refuse_bfloat16(tensor, *args, original=dist.all_reduce, **kwargs):
+    if tensor.dtype == torch.bfloat16:
+        raise RuntimeError('Invalid scalar type')
+    return original(tensor, *args, **kwargs)
 
-        def refuse(tensor, *args, **kwargs):
-            if tensor.dtype == torch.bfloat16:
-                raise RuntimeError('Invalid scalar type')
-            return original(tensor, *args, **kwargs)
 
-        dist.all_reduce = refuse
+def wrap_on_a_poor_backend(rank, cfg):
+    dist.all_reduce = refuse_bfloat16
+    try:
+        wrap(ddp_comm_hook=cfg)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    'cfg', ['bf16', {'type': 'allreduce', 'wrapper': 'bf16'}]
+)
+def test_backend_without_bf16_is_named_on_every_rank(cfg):
+    for message in run_ranks(wrap_on_a_poor_backend, cfg):
+        assert message == (
+            f"backend 'gloo' of torch {torch.__version__} cannot reduce "
+            'torch.bfloat16 (Invalid scalar type); use '
+            "ddp_comm_hook='fp16' or 'allreduce'"
+        )
+
+
+def test_backend_is_asked_for_the_wire_dtype_only():
+    assert run_ranks(wrap_on_a_poor_backend, 'fp16') == [None, None]
+
+
+def wrap_bfloat16(rank):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     model[0].bfloat16().requires_grad_(False)
     try:
@@ -177,12 +196,12 @@ def wrap_bfloat16(rank, refused):
     return None
 
 
-def test_bfloat16_parameters_on_a_backend_without(tmp_path):
-    for message in run_ranks(wrap_bfloat16, True):
-        assert 'cannot reduce torch.bfloat16' in message
-        assert message.endswith('use float32 parameters')
-
-
-@pytest.mark.gloo_bf16
-def test_bfloat16_parameters_on_a_backend_that_has_it():
-    assert run_ranks(wrap_bfloat16, False) == [None, None]
+def test_bfloat16_parameters():
+    for message in run_ranks(wrap_bfloat16):
+        assert (message is None) == gloo_reduces(torch.bfloat16)
+        if message is not None:
+            assert message.startswith(
+                f"backend 'gloo' of torch {torch.__version__} cannot send "
+                'one of the dtypes of the model, torch.bfloat16, '
+                'torch.float32 (Invalid scalar type'
+            )

@@ -4,9 +4,10 @@ import os
 import socket
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from mmcv_custom.engine.distributed import init_gloo
+from mmcv_custom.engine.distributed import init_cpu_group
 from tests.ranks import run_ranks
 from tests.test_engine.toy_runner import make_runner
 
@@ -21,12 +22,11 @@ def start_runner(rank, port, work_dir, env_cfg):
     os.environ['MASTER_PORT'] = port
     options = {} if env_cfg is None else {'env_cfg': env_cfg}
     make_runner(work_dir, **options)
-    group = dist.group.WORLD
-    timeout = group._get_backend(__import__('torch').device('cpu'))
+    options = dist.group.WORLD._get_backend(torch.device('cpu')).options
     return (
         dist.get_backend(),
         dist.get_world_size(),
-        timeout.options._timeout.total_seconds(),
+        options._timeout.total_seconds(),
     )
 
 
@@ -34,7 +34,9 @@ def start_runner(rank, port, work_dir, env_cfg):
     ('env_cfg', 'timeout_s'),
     [
         (None, 1800),
+        ({}, 1800),
         ({'dist_cfg': {'backend': 'gloo'}}, 1800),
+        ({'dist_cfg': {'backend': None}}, 1800),
         ({'cudnn_benchmark': True, 'dist_cfg': {'timeout': 77}}, 77),
     ],
     ids=str,
@@ -48,7 +50,10 @@ def test_runner_starts_gloo(tmp_path, env_cfg, timeout_s):
 
 def start_nccl(rank, work_dir):
     with pytest.raises(ValueError, match='no accelerator') as error:
-        make_runner(work_dir, env_cfg={'dist_cfg': {'backend': 'nccl'}})
+        make_runner(
+            work_dir,
+            env_cfg={'mp_cfg': {}, 'dist_cfg': {'backend': 'nccl'}},
+        )
     return str(error.value)
 
 
@@ -60,9 +65,20 @@ def test_nccl_without_gpu_is_one_clear_line(tmp_path):
         )
 
 
-def test_other_launchers_are_named():
-    with pytest.raises(ValueError, match="launcher='mpi' cannot start"):
-        init_gloo('mpi')
+@pytest.mark.parametrize(
+    ('options', 'error', 'message'),
+    [
+        ({'launcher': 'mpi'}, ValueError, "launcher='mpi' cannot start"),
+        ({'timeout': '77'}, ValueError, "timeout='77' must be a positive"),
+        ({'timeout': -5}, ValueError, 'timeout=-5 must be a positive'),
+        ({'timout': 77}, TypeError, "'timout'"),
+        ({'backend': 'cuda:nccl'}, ValueError, "'cuda:nccl', but this"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        init_cpu_group(**{'launcher': 'pytorch', **options})
 
 
 def start_under_slurm(rank, port, folder):
@@ -80,7 +96,7 @@ def start_under_slurm(rank, port, folder):
         SLURM_NTASKS='2',
         MASTER_PORT=port,
     )
-    init_gloo('slurm')
+    init_cpu_group('slurm')
     return dist.get_rank(), dist.get_world_size(), os.environ['LOCAL_RANK']
 
 

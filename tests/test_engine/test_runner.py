@@ -5,12 +5,14 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from mmengine.model import MMDistributedDataParallel
 from mmengine.optim.optimizer import amp_optimizer_wrapper
 from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 
 from mmcv_custom.ddp_hooks import fp16_compress_hook
+from mmcv_custom.engine import CommHookDistributedDataParallel
 from tests.ranks import run_ranks
 from tests.test_engine import toy_runner
 from tests.test_engine.toy_runner import (
@@ -45,8 +47,29 @@ class OwnHookDDP(MMDistributedDataParallel):
         self.register_comm_hook(None, fp16_compress_hook)
 
 
+class SubgroupDDP(MMDistributedDataParallel):
+    """A user's own wrapper whose group is this rank alone."""
+
+    def __init__(self, *args, **kwargs):
+        groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
+        super().__init__(
+            *args, process_group=groups[dist.get_rank()], **kwargs
+        )
+
+
+class OurDDP(CommHookDistributedDataParallel):
+    """A user's own wrapper over ours."""
+
+
 class Sharded(nn.Module):
     """A wrapper that is no DDP."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+OUR_WRAPPER = {'type': 'CommHookDistributedDataParallel'}
 
 
 def train(rank, work_dir, hook, options=None):
@@ -108,6 +131,7 @@ def test_registers_logs_and_sends(tmp_path, hook, name, dtypes):
 FEATURES = {
     'plain': {},
     'own wrapper': {'model_wrapper_cfg': {'type': OwnDDP}},
+    'own group': {'model_wrapper_cfg': {'type': SubgroupDDP}},
     'accumulation': {
         'optim_wrapper': {
             'optimizer': {'type': 'SGD', 'lr': 0.1},
@@ -201,7 +225,13 @@ def ddp_options(rank, work_dir, hook, find_unused, wrapper):
     [
         # MMEngine's values where no wrapper is configured.
         (None, False, None),
-        ({'type': 'CommHookDistributedDataParallel'}, False, None),
+        (OUR_WRAPPER, False, None),
+        ({'type': OurDDP}, False, None),
+        (
+            {'type': f'mmcv_custom.engine.{OUR_WRAPPER["type"]}'},
+            False,
+            None,
+        ),
         # With a wrapper it uses DDP's own and ignores the top-level key.
         ({'bucket_cap_mb': 5}, True, False),
         ({'type': 'MMDistributedDataParallel'}, True, False),
@@ -284,6 +314,18 @@ def refuse(rank, work_dir, hook, options):
             {'model_wrapper_cfg': {'ddp_comm_hook': 'fp16'}},
             'ValueError',
             'set twice',
+        ),
+        (
+            None,
+            {'model_wrapper_cfg': {**OUR_WRAPPER, 'ddp_comm_hook': 'fp_16'}},
+            'ValueError',
+            "did you mean 'fp16'?",
+        ),
+        (
+            'fp16',
+            {'model_wrapper_cfg': {'type': 'NoSuch'}},
+            'ValueError',
+            "model_wrapper_cfg.type='NoSuch' is no model wrapper",
         ),
     ],
 )
@@ -392,6 +434,35 @@ def test_test_runs_ignore_the_key_with_one_line(tmp_path, with_training):
     assert all(not half for _, half in results)
 
 
+def build_sharded(rank, work_dir):
+    runner = make_runner(work_dir, None, model_wrapper_cfg={'type': Sharded})
+    return type(runner.model).__name__
+
+
+def test_other_wrappers_are_left_alone_without_the_key(tmp_path):
+    assert run_ranks(build_sharded, tmp_path) == ['Sharded'] * 2
+
+
+@pytest.mark.parametrize('launcher', ['none', 'pytorch'])
+def test_key_in_the_wrappers_options(tmp_path, launcher):
+    options = {
+        'model_wrapper_cfg': {**OUR_WRAPPER, 'ddp_comm_hook': 'fp16'},
+        'launcher': launcher,
+    }
+    if launcher == 'none':
+        [log] = run_ranks(log_training, tmp_path, options, world_size=1)
+        assert "ddp_comm_hook='fp16' is not used" in log
+    else:
+        log = run_ranks(log_training, tmp_path, options)[0]
+        assert 'communication hook fp16' in log
+
+
+def log_training(rank, work_dir, options):
+    runner = make_runner(work_dir, None, **options)
+    runner.train()
+    return log_of(runner) if rank == 0 else ''
+
+
 def train_sync_bn(rank, work_dir, options):
     model = ToyModel(norm=options.pop('norm', nn.SyncBatchNorm))
     keys = set(model.state_dict())
@@ -404,28 +475,31 @@ def train_sync_bn(rank, work_dir, options):
         any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()),
         keys == set(module.state_dict()),
         log_of(runner).count('becomes BN') if rank == 0 else None,
+        runner.cfg.get('sync_bn'),
     )
 
 
 def test_sync_bn_becomes_bn_on_cpu_and_is_said_once(tmp_path):
     assert run_ranks(train_sync_bn, tmp_path, {}) == [
-        (False, True, 1),
-        (False, True, None),
+        (False, True, 1, None),
+        (False, True, None, None),
     ]
 
 
 def test_config_key_sync_bn_is_overruled_on_cpu(tmp_path):
     updates = {'sync_bn': 'torch', 'norm': nn.BatchNorm1d}
     assert run_ranks(train_sync_bn, tmp_path, updates) == [
-        (False, True, 1),
-        (False, True, None),
+        (False, True, 1, 'torch'),
+        (False, True, None, 'torch'),
     ]
 
 
 def wrap_already_wrapped(rank, work_dir, wrapper):
     model = {
         'ddp': lambda: nn.parallel.DistributedDataParallel(ToyModel()),
-        'other': lambda: MODEL_WRAPPERS.register_module(module=Sharded)(),
+        'other': lambda: MODEL_WRAPPERS.register_module(module=Sharded)(
+            ToyModel()
+        ),
     }[wrapper]()
     try:
         runner = make_runner(work_dir, 'fp16', model=model)

@@ -76,11 +76,8 @@ def make_cfg(work_dir, ddp_comm_hook=None, iters=4, **updates):
         'model_wrapper_cfg',
         'find_unused_parameters',
         'sync_bn',
-        'env_cfg',
     )
     cfg['cfg'] = {k: cfg.pop(k) for k in cfg_keys if k in cfg}
-    if 'env_cfg' in cfg['cfg']:
-        cfg['env_cfg'] = cfg['cfg']['env_cfg']
     cfg['cfg']['ddp_comm_hook'] = ddp_comm_hook
     return cfg
 
