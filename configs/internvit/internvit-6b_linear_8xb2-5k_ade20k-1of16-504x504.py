@@ -5,7 +5,7 @@ _base_ = [
     '../_base_/default_runtime.py',
     '../_base_/schedules/schedule_80k.py',
 ]
-model = dict(backbone=dict(drop_path_rate=0.4, with_cp=True))
+model = dict(backbone=dict(out_indices=[47], drop_path_rate=0.4, with_cp=True))
 train_dataloader = dict(
     dataset=dict(type='FewShotADE20KDataset', fraction=1 / 16, subset_seed=0)
 )

@@ -143,8 +143,8 @@ def _check_backend(
 
 def _check_registration(ddp: DistributedDataParallel, hook: Callable) -> None:
     """Check what torch notices too late: a second hook, or a late one."""
-    if ddp._comm_hooks:
-        present = hook_name(ddp._comm_hooks[0][0])
+    present = ddp._get_ddp_logging_data().get('comm_hook')
+    if present:
         raise RuntimeError(
             f'communication hook {hook_name(hook)!r} cannot be registered: '
             f'DDP takes one hook, and {present!r} is registered already'

@@ -76,7 +76,6 @@ def register_twice(rank):
         ddp.register_comm_hook(None, allreduce_hook)
     # torch alone would log the hook it has just refused.
     assert ddp._get_ddp_logging_data()['comm_hook'] == 'fp16'
-    assert len(ddp._comm_hooks) == 1
     with record_all_reduce() as log:
         train_step(ddp, rank)
     return {c.dtype for c in log}

@@ -19,11 +19,11 @@ param_scheduler = [
         eta_min=0.0,
         by_epoch=False,
         begin=50,
-        end=1000,
+        end=600,
     ),
 ]
-train_cfg = dict(max_iters=1000, val_interval=1000)
-default_hooks = dict(checkpoint=dict(interval=1000))
+train_cfg = dict(max_iters=600, val_interval=600)
+default_hooks = dict(checkpoint=dict(interval=600))
 auto_scale_lr = dict(enable=False, base_batch_size=4)
 # Same data order and initial weights in every run.
 randomness = dict(seed=0)
