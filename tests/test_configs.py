@@ -30,15 +30,19 @@ RECIPES = {
     'internvit-6b-frozen_linear_8xb2-80k_ade20k-504x504': (
         '6b', 'NormLinearHead', True, [44], 0.0, 80000, 0.0, 1.0, None),
     'internvit-6b-frozen_upernet_8xb2-80k_ade20k-504x504': (
-        '6b', 'UPerHead', True, [11, 23, 35, 47], 0.0, 80000, 0.05, 1.0, None),
+        '6b', 'UPerHead', True, [11, 23, 35, 47], 0.0, 80000, 0.05, 1.0,
+        None),
     'internvit-6b_upernet_8xb2-80k_ade20k-504x504': (
-        '6b', 'UPerHead', False, [11, 23, 35, 47], 0.4, 80000, 0.05, 0.95, None),
+        '6b', 'UPerHead', False, [11, 23, 35, 47], 0.4, 80000, 0.05, 0.95,
+        None),
     'internvit-300m-frozen_linear_8xb2-80k_ade20k-504x504': (
         '300m', 'NormLinearHead', True, [23], 0.0, 80000, 0.0, 1.0, None),
     'internvit-300m-frozen_upernet_8xb2-80k_ade20k-504x504': (
-        '300m', 'UPerHead', True, [5, 11, 17, 23], 0.0, 80000, 0.05, 1.0, None),
+        '300m', 'UPerHead', True, [5, 11, 17, 23], 0.0, 80000, 0.05, 1.0,
+        None),
     'internvit-300m_upernet_8xb2-80k_ade20k-504x504': (
-        '300m', 'UPerHead', False, [5, 11, 17, 23], 0.4, 80000, 0.05, 0.95, None),
+        '300m', 'UPerHead', False, [5, 11, 17, 23], 0.4, 80000, 0.05, 0.95,
+        None),
     'internvit-6b_linear_8xb2-5k_ade20k-1of16-504x504': (
         '6b', 'NormLinearHead', False, [47], 0.4, 5000, 0.05, 0.95, 1 / 16),
     'internvit-6b_linear_8xb2-10k_ade20k-1of8-504x504': (
