@@ -1,14 +1,23 @@
 """The part that train.py and test.py share: options and config."""
 
 import argparse
+import inspect
 import os
 import re
 import sys
 from pathlib import Path
 
 from mmengine.config import Config, DictAction
+from mmengine.runner import Runner
+from mmseg.registry import RUNNERS
 
-__all__ = ['CfgOptions', 'add_common_options', 'load_config', 'set_local_rank']
+__all__ = [
+    'CfgOptions',
+    'add_common_options',
+    'build_runner',
+    'load_config',
+    'set_local_rank',
+]
 
 # The scripts run from any folder without PYTHONPATH. An installed package
 # that ships this folder without the sources beside it stays in charge.
@@ -110,3 +119,24 @@ def load_config(args: argparse.Namespace) -> Config:
     elif cfg.get('work_dir') is None:
         cfg.work_dir = str(Path('work_dirs') / Path(args.config).stem)
     return cfg
+
+
+def build_runner(cfg: Config) -> Runner:
+    """Build the runner of the config; by default the one of this plugin.
+
+    Raises:
+        SystemExit: If the config names a runner that would leave
+            ``ddp_comm_hook`` out.
+    """
+    from mmcv_custom.engine import CommHookRunner, normalize_comm_hook
+
+    if 'runner_type' not in cfg:
+        return CommHookRunner.from_cfg(cfg)
+    runner = RUNNERS.get(cfg.runner_type)
+    reads_key = inspect.isclass(runner) and issubclass(runner, CommHookRunner)
+    if not reads_key and normalize_comm_hook(cfg.get('ddp_comm_hook')):
+        sys.exit(
+            f'ddp_comm_hook={cfg.ddp_comm_hook!r} would have no effect with '
+            f"runner_type={cfg.runner_type!r}; use 'CommHookRunner'"
+        )
+    return RUNNERS.build(cfg)

@@ -2,10 +2,13 @@
 
 import argparse
 
-from config_step import add_common_options, load_config, set_local_rank
+from config_step import (
+    add_common_options,
+    build_runner,
+    load_config,
+    set_local_rank,
+)
 from mmengine.config import Config
-from mmengine.runner import Runner
-from mmseg.registry import RUNNERS
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -80,9 +83,7 @@ def main() -> None:
     """Test as the command line says."""
     args = parse_args()
     set_local_rank(args)
-    cfg = build_config(args)
-    build = RUNNERS.build if 'runner_type' in cfg else Runner.from_cfg
-    build(cfg).test()
+    build_runner(build_config(args)).test()
 
 
 if __name__ == '__main__':

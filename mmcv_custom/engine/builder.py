@@ -182,16 +182,18 @@ def _find_hook(name: str) -> Callable:
     if name in COMM_HOOKS.module_dict:
         return COMM_HOOKS.module_dict[name]
     module, _, attribute = name.rpartition('.')
-    try:
-        if not module:
-            raise ValueError('it is not registered')
-        hook = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    reason, cause = 'it is not registered', None
+    if module:
+        try:
+            hook = getattr(import_module(module), attribute)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            reason, cause = str(error), error
+    if cause is not None or not module:
         raise ValueError(
-            f'unknown ddp_comm_hook {name!r} ({error}); '
+            f'unknown ddp_comm_hook {name!r} ({reason}); '
             + _alternatives(name, ['none', *COMM_HOOKS.module_dict])
             + ', and the dotted path of a hook of your own'
-        ) from error
+        ) from cause
     if not callable(hook):
         raise TypeError(f'ddp_comm_hook {name!r} is {hook!r}, not a hook')
     return hook

@@ -99,6 +99,9 @@ class InternViT(VisionTransformer, BaseModule):
             **shape.trunk_options(),
         )
         self.init_cfg = copy.deepcopy(init_cfg)
+        if isinstance(init_cfg, dict) and 'checkpoint' in init_cfg:
+            # as --cfg-options ...init_cfg.checkpoint=FILE alone makes it
+            self.init_cfg.setdefault('type', 'Pretrained')
         self.arch = shape
         self.out_indices = out_indices
         self.with_cp = with_cp

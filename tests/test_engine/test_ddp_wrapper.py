@@ -191,6 +191,8 @@ def wrap_bfloat16(rank):
     try:
         CommHookDistributedDataParallel(model, ddp_comm_hook='fp16')
     except RuntimeError as error:
+        # The connections are in no state to be used once more.
+        dist.destroy_process_group()
         return str(error)
     return None
 

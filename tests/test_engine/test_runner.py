@@ -35,10 +35,12 @@ OPTIONS = (
 HALF = {torch.float16}
 
 
+@MODEL_WRAPPERS.register_module()
 class OwnDDP(MMDistributedDataParallel):
     """A user's own wrapper, which knows nothing of hooks."""
 
 
+@MODEL_WRAPPERS.register_module()
 class OwnHookDDP(MMDistributedDataParallel):
     """A user's own wrapper that registers a hook itself."""
 
@@ -47,6 +49,7 @@ class OwnHookDDP(MMDistributedDataParallel):
         self.register_comm_hook(None, fp16_compress_hook)
 
 
+@MODEL_WRAPPERS.register_module()
 class SubgroupDDP(MMDistributedDataParallel):
     """A user's own wrapper whose group is this rank alone."""
 
@@ -57,10 +60,12 @@ class SubgroupDDP(MMDistributedDataParallel):
         )
 
 
+@MODEL_WRAPPERS.register_module()
 class OurDDP(CommHookDistributedDataParallel):
     """A user's own wrapper over ours."""
 
 
+@MODEL_WRAPPERS.register_module()
 class Sharded(nn.Module):
     """A wrapper that is no DDP."""
 
@@ -130,8 +135,8 @@ def test_registers_logs_and_sends(tmp_path, hook, name, dtypes):
 
 FEATURES = {
     'plain': {},
-    'own wrapper': {'model_wrapper_cfg': {'type': OwnDDP}},
-    'own group': {'model_wrapper_cfg': {'type': SubgroupDDP}},
+    'own wrapper': {'model_wrapper_cfg': {'type': 'OwnDDP'}},
+    'own group': {'model_wrapper_cfg': {'type': 'SubgroupDDP'}},
     'accumulation': {
         'optim_wrapper': {
             'optimizer': {'type': 'SGD', 'lr': 0.1},
@@ -226,7 +231,7 @@ def ddp_options(rank, work_dir, hook, find_unused, wrapper):
         # MMEngine's values where no wrapper is configured.
         (None, False, None),
         (OUR_WRAPPER, False, None),
-        ({'type': OurDDP}, False, None),
+        ({'type': 'OurDDP'}, False, None),
         (
             {'type': f'mmcv_custom.engine.{OUR_WRAPPER["type"]}'},
             False,
@@ -235,7 +240,7 @@ def ddp_options(rank, work_dir, hook, find_unused, wrapper):
         # With a wrapper it uses DDP's own and ignores the top-level key.
         ({'bucket_cap_mb': 5}, True, False),
         ({'type': 'MMDistributedDataParallel'}, True, False),
-        ({'type': OwnDDP, 'find_unused_parameters': True}, True, True),
+        ({'type': 'OwnDDP', 'find_unused_parameters': True}, True, True),
         (
             {
                 'type': 'CommHookDistributedDataParallel',
@@ -295,7 +300,7 @@ def refuse(rank, work_dir, hook, options):
         ),
         (
             'fp16',
-            {'model_wrapper_cfg': {'type': Sharded}},
+            {'model_wrapper_cfg': {'type': 'Sharded'}},
             'ValueError',
             'needs a DistributedDataParallel, but model_wrapper_cfg.type is',
         ),
@@ -340,7 +345,7 @@ def test_bad_values_stop_every_rank_before_model_and_data(
 
 def wrap_with_own_hook(rank, work_dir):
     with pytest.raises(RuntimeError, match="'fp16_compress_hook' is regis"):
-        make_runner(work_dir, 'fp16', model_wrapper_cfg={'type': OwnHookDDP})
+        make_runner(work_dir, 'fp16', model_wrapper_cfg={'type': 'OwnHookDDP'})
 
 
 def test_second_hook_on_a_users_wrapper_is_refused(tmp_path):
@@ -435,7 +440,7 @@ def test_test_runs_ignore_the_key_with_one_line(tmp_path, with_training):
 
 
 def build_sharded(rank, work_dir):
-    runner = make_runner(work_dir, None, model_wrapper_cfg={'type': Sharded})
+    runner = make_runner(work_dir, None, model_wrapper_cfg={'type': 'Sharded'})
     return type(runner.model).__name__
 
 
@@ -497,9 +502,7 @@ def test_config_key_sync_bn_is_overruled_on_cpu(tmp_path):
 def wrap_already_wrapped(rank, work_dir, wrapper):
     model = {
         'ddp': lambda: nn.parallel.DistributedDataParallel(ToyModel()),
-        'other': lambda: MODEL_WRAPPERS.register_module(module=Sharded)(
-            ToyModel()
-        ),
+        'other': lambda: Sharded(ToyModel()),
     }[wrapper]()
     try:
         runner = make_runner(work_dir, 'fp16', model=model)

@@ -10,6 +10,7 @@ from .scripts import REPO, fake_program, load_tool, run
 
 TRAIN = load_tool('train')
 TEST = load_tool('test')
+CONFIG_STEP = load_tool('config_step')
 DEMO = (
     REPO
     / 'configs/internvit'
@@ -241,3 +242,25 @@ def test_options_that_lack_their_setting(config):
 
 def test_sources_beside_the_tools_come_first():
     assert str(REPO) in sys.path
+
+
+@pytest.mark.parametrize(
+    ('runner_type', 'hook', 'message'),
+    [
+        ('Runner', 'fp16', "would have no effect with runner_type='Runner'"),
+        ('Runner', 'fp_16', "unknown ddp_comm_hook 'fp_16'"),
+        (None, 'fp_16', "unknown ddp_comm_hook 'fp_16'"),
+    ],
+)
+def test_key_is_never_left_out(runner_type, hook, message, tmp_path):
+    cfg = Config(
+        {
+            'ddp_comm_hook': hook,
+            'model': {'type': 'NeverBuilt'},
+            'work_dir': str(tmp_path),
+        }
+    )
+    if runner_type is not None:
+        cfg.runner_type = runner_type
+    with pytest.raises((SystemExit, ValueError), match=message):
+        CONFIG_STEP.build_runner(cfg)
