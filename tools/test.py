@@ -1,6 +1,7 @@
 """Test a segmentor, optionally saving or showing its predictions."""
 
 import argparse
+from pathlib import Path
 
 from config_step import (
     add_common_options,
@@ -63,6 +64,9 @@ def _augment_test(cfg: Config) -> None:
 def build_config(args: argparse.Namespace) -> Config:
     """Load the config and apply the options of testing.
 
+    The folder of ``--out`` is made here, by every process: the metric makes
+    it on rank 0 alone, and another rank may save its first map before that.
+
     Raises:
         SystemExit: If the config lacks what an option needs.
     """
@@ -76,6 +80,7 @@ def build_config(args: argparse.Namespace) -> Config:
         if not isinstance(cfg.test_evaluator, dict):
             raise SystemExit('--out needs a single test_evaluator')
         cfg.test_evaluator.update(output_dir=args.out, keep_results=True)
+        Path(args.out).mkdir(parents=True, exist_ok=True)
     return cfg
 
 

@@ -211,10 +211,13 @@ def _test_config(config, *options):
     return TEST.build_config(TEST.parse_args([str(config), 'x.pth', *options]))
 
 
-def test_options_of_test():
-    cfg = _test_config(DEMO, '--out', 'o', '--show-dir', 's')
+def test_options_of_test(tmp_path):
+    out = tmp_path / 'deep' / 'label maps'
+    cfg = _test_config(DEMO, '--out', str(out), '--show-dir', 's')
     assert cfg.load_from == 'x.pth'
-    assert cfg.test_evaluator.output_dir == 'o'
+    assert cfg.test_evaluator.output_dir == str(out)
+    # The metric makes it on rank 0 only, where other ranks do not wait.
+    assert out.is_dir()
     assert cfg.default_hooks.visualization.draw
     assert 'show' not in cfg.default_hooks.visualization
     assert cfg.visualizer.save_dir == 's'
