@@ -13,7 +13,8 @@ ALLOWED = {
     '__init__': set(),
     'ddp_hooks': {'torch'},
     'contract': {'ddp_hooks', 'torch'},
-    'engine': {'contract', 'ddp_hooks', 'torch', 'mmengine'},
+    'compression': {'contract', 'ddp_hooks', 'torch'},
+    'engine': {'compression', 'contract', 'ddp_hooks', 'torch', 'mmengine'},
     'models': {'torch', 'timm', 'safetensors', 'mmcv', 'mmengine', 'mmseg'},
     'datasets': {'numpy', 'cv2', 'mmengine', 'mmseg'},
 }

@@ -45,12 +45,14 @@ class CommHook:
         state: The first argument of each call of the hook.
         hook: Called as ``hook(state, bucket)``; DDP accepts it as it is.
         wire_dtype: What the buckets are cast to, or None.
+        instance: The instance behind ``hook`` where it is of a class.
     """
 
     name: str
     state: Any
     hook: Callable[[Any, dist.GradBucket], Future]
     wire_dtype: torch.dtype | None = None
+    instance: Any = None
 
 
 def normalize_comm_hook(cfg: str | dict | None) -> dict | None:
@@ -132,14 +134,16 @@ def build_comm_hook(
     knobs = dict(spec)
     name, wrapper = knobs.pop('type'), knobs.pop('wrapper', None)
     wire_dtype = _CAST_DTYPES.get(wrapper or name)
-    hook, knobs = _bind_knobs(_find_hook(name), knobs, process_group)
+    target = _find_hook(name)
+    hook, knobs = _bind_knobs(target, knobs, process_group)
+    instance = hook if inspect.isclass(target) else None
     if knobs:
         name += '[' + ', '.join(f'{k}={v}' for k, v in knobs.items()) + ']'
     hook = adapt_hook(hook, name)
     if wrapper is not None:
         name = f'{wrapper}_wrapper({name})'
         hook = adapt_hook(_WRAPPERS[wrapper](hook), name)
-    return CommHook(name, process_group, hook, wire_dtype)
+    return CommHook(name, process_group, hook, wire_dtype, instance)
 
 
 def _plain(value: Any) -> Any:

@@ -120,6 +120,8 @@ def attach_comm_hook(
     if comm_hook.wire_dtype is not None:
         device = next(p.device for p in ddp.parameters() if p.requires_grad)
         _check_backend(comm_hook.wire_dtype, group, device)
+    if hasattr(comm_hook.instance, 'bind'):
+        comm_hook.instance.bind(ddp)
     ddp.register_comm_hook(comm_hook.state, comm_hook.hook)
     return comm_hook
 

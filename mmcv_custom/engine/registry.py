@@ -2,16 +2,23 @@
 
 from mmengine.registry import Registry
 
-from .. import ddp_hooks
+from .. import compression, ddp_hooks
 
 __all__ = ['COMM_HOOKS']
 
 # An entry is a hook function ``hook(state, bucket, **knobs)``, or a class
 # whose instances are hooks and whose constructor takes the knobs and, if it
-# likes, ``process_group``. The state of either is the process group.
+# likes, ``process_group``. The state of either is the process group. An
+# instance may have ``bind(ddp)``, called before it is registered, and
+# ``state_dict()`` and ``load_state_dict(state)``: the runner saves that state
+# with its checkpoints, each rank its own. An instance is made to check the
+# knobs, too, so memory and process groups belong into ``bind``.
 COMM_HOOKS = Registry(
     'communication hook', locations=['mmcv_custom.engine.registry']
 )
 COMM_HOOKS.register_module('allreduce', module=ddp_hooks.allreduce_hook)
 COMM_HOOKS.register_module('fp16', module=ddp_hooks.fp16_compress_hook)
 COMM_HOOKS.register_module('bf16', module=ddp_hooks.bf16_compress_hook)
+COMM_HOOKS.register_module('powersgd', module=compression.PowerSGD)
+COMM_HOOKS.register_module('int8', module=compression.Int8)
+COMM_HOOKS.register_module('fp16_scaled', module=compression.ScaledFP16)

@@ -1,0 +1,284 @@
+"""What all compressors have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from copy import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..ddp_hooks import Future
+from .exchange import Collective, Exchange, all_reduce
+from .gradient import (
+    Gradient,
+    float32_like,
+    in_memory_order,
+    is_compressible,
+    magnitude,
+    split,
+)
+from .memory import HostCopy, StepMemory
+
+__all__ = ['Compressor']
+
+
+class Compressor(ABC):
+    """A communication hook of several stages that may keep a state.
+
+    An instance is the hook: ``ddp.register_comm_hook(None,
+    adapt_hook(PowerSGD().bind(ddp)))``. The future it returns yields the
+    bucket's own buffer, averaged.
+
+    What it keeps is kept by parameter name, because DDP re-lays its buckets,
+    and changes by whole steps: when any bucket of a step is not finite, on
+    any rank, the state on all ranks is as if that step had not been. The
+    non-finite values reach the gradients, where a loss scaler finds them.
+    Gradients that have 16 bits by their parameter's dtype, or are not real,
+    are averaged as they are.
+
+    Attributes:
+        step: How many finite steps were exchanged.
+        skipped_steps: How many were not finite.
+    """
+
+    # How many collectives a bucket has at most, one after the other.
+    lanes = 1
+    # The kinds of tensors in the memory that are in units of the gradient.
+    _kinds_in_gradient_units: tuple[str, ...] = ()
+    # The attributes that are saved beside the tensors.
+    _counters: tuple[str, ...] = ('step', 'skipped_steps', 'loss_scale')
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.skipped_steps = 0
+        self.loss_scale: float | None = None
+        self._memory = StepMemory()
+        self._exchange: Exchange | None = None
+        self._parameters: dict[str, torch.Tensor] = {}
+        self._names: dict[int, str] = {}
+        self._some_unused = False
+        self._seen: set[int] = set()
+        self._checks: list[tuple[list[Gradient], HostCopy]] = []
+
+    def bind(self, ddp: DistributedDataParallel) -> 'Compressor':
+        """Take the process group and the parameters of a wrapped model.
+
+        All ranks of its group have to call this alike.
+
+        Returns:
+            The compressor itself.
+        """
+        self._parameters = {
+            name: parameter
+            for name, parameter in ddp.module.named_parameters()
+            if parameter.requires_grad
+        }
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        self._some_unused = ddp.find_unused_parameters or ddp.static_graph
+        device = next(iter(self._parameters.values())).device
+        self._exchange = Exchange(ddp.process_group, device, self.lanes)
+        return self
+
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
+        """Average a bucket; the buffer, of shape (numel,), is overwritten.
+
+        Args:
+            state: Not used.
+            bucket: Gradients of the model that was bound.
+
+        Raises:
+            RuntimeError: Without :meth:`bind`, or if an earlier exchange
+                failed.
+        """
+        if self._exchange is None:
+            raise RuntimeError(
+                f'{type(self).__name__} does not know the model yet: call '
+                'bind(ddp) before it is registered'
+            )
+        buffer, parameters = bucket.buffer(), bucket.parameters()
+        if not self._seen.isdisjoint(map(id, parameters)):
+            self.settle()
+        self._seen.update(map(id, parameters))
+        gradients = split(buffer, parameters, self._names)
+        if is_compressible(buffer, parameters[0]):
+            stages = self._stages(buffer, gradients)
+        else:
+            stages = self._average(buffer, gradients)
+        return self._exchange.start(stages, buffer)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent so far, in bytes; see ``Collective``."""
+        return self._exchange.sent_bytes if self._exchange else 0
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the bound model's group."""
+        return self._exchange.group.size()
+
+    def settle(self) -> bool:
+        """End the step whose backward pass is over.
+
+        The next step and :meth:`state_dict` do so themselves.
+
+        Returns:
+            Whether its gradients are finite; True if there is no such step.
+        """
+        if not self._seen:
+            return True
+        finite = all(
+            bool(torch.isfinite(check.read()).all())
+            for _, check in self._checks
+        )
+        self._end_step(finite)
+        self._seen.clear()
+        self._checks.clear()
+        return finite
+
+    def follow_loss_scale(self, loss_scale: float) -> None:
+        """Convert what is in units of the gradient to another loss scale.
+
+        Args:
+            loss_scale: What the loss of the next step is multiplied by.
+        """
+        self.settle()
+        if self.loss_scale not in (None, loss_scale):
+            self._convert_units(loss_scale / self.loss_scale)
+        self.loss_scale = loss_scale
+
+    def memory_bytes(self) -> int:
+        """Estimate the memory of the state on this rank, in bytes."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: plain numbers, and tensors by parameter name.
+
+        Each rank has its own. The tensors are not copied.
+        """
+        self.settle()
+        return {
+            'type': type(self).__name__,
+            **{name: copy(getattr(self, name)) for name in self._counters},
+            'tensors': self._memory.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state of the same rank and world size.
+
+        Args:
+            state: From :meth:`state_dict`; copied. Without ``'tensors'`` the
+                counters are taken over and the memory starts empty.
+
+        Raises:
+            ValueError: If it belongs to another compressor or model. Nothing
+                is changed then.
+        """
+        if state.get('type') != type(self).__name__:
+            raise ValueError(
+                f'the state is of {state.get("type")!r}, not of '
+                f'{type(self).__name__!r}'
+            )
+        tensors = state.get('tensors', {})
+        for kind, named in tensors.items():
+            for name, tensor in named.items():
+                self._check_tensor(kind, name, tensor)
+        for name in self._counters:
+            setattr(self, name, copy(state[name]))
+        self._seen.clear()
+        self._checks.clear()
+        self._memory.clear()
+        for kind, named in tensors.items():
+            for name, tensor in named.items():
+                self._memory.put(kind, name, self._adopt(kind, name, tensor))
+        self._memory.settle(True)
+
+    @abstractmethod
+    def _stages(
+        self, buffer: torch.Tensor, gradients: list[Gradient]
+    ) -> Iterator[Collective]:
+        """Yield the collectives of a bucket; leave the average in it.
+
+        The last stage calls :meth:`_check` with what has been reduced.
+        """
+
+    def _average(
+        self, buffer: torch.Tensor, gradients: list[Gradient]
+    ) -> Iterator[Collective]:
+        """The exchange without compression."""
+        yield all_reduce(buffer.div_(self.world_size))
+        self._check(gradients, magnitude(buffer))
+
+    def _check(
+        self, gradients: list[Gradient], magnitudes: torch.Tensor
+    ) -> None:
+        """Note reduced values; the step counts if all of them are finite."""
+        self._checks.append((gradients, HostCopy(magnitudes)))
+
+    def _end_step(self, finite: bool) -> None:
+        self._memory.settle(finite)
+        if finite:
+            self.step += 1
+        else:
+            self.skipped_steps += 1
+
+    def _convert_units(self, factor: float) -> None:
+        self._memory.scale(
+            dict.fromkeys(self._kinds_in_gradient_units, factor)
+        )
+
+    def _with_error(self, gradient: Gradient, feedback: bool) -> torch.Tensor:
+        """Return gradient plus error memory, (numel,) float32, to work on.
+
+        With feedback it is the next step's error memory: what the method
+        sends has to be subtracted from it.
+        """
+        if not feedback:
+            return gradient.flat.to(torch.float32, copy=True)
+        error = self._memory.get('error', gradient.name)
+        work = in_memory_order(
+            self._memory.write(
+                'error',
+                gradient.name,
+                lambda: float32_like(gradient.parameter),
+            )
+        )
+        if error is None:
+            return work.copy_(gradient.flat)
+        return torch.add(gradient.flat, in_memory_order(error), out=work)
+
+    def _hold_back_unused(
+        self, gradient: Gradient, sent: torch.Tensor
+    ) -> None:
+        """Zero what would be sent for a parameter without a gradient.
+
+        DDP gives no gradient to a parameter that no rank has used, whatever
+        was sent for it: its error memory has to stay where it is.
+        """
+        if self._some_unused:
+            sent.mul_(magnitude(gradient.flat) != 0)
+
+    def _check_tensor(
+        self, kind: str, name: str, tensor: torch.Tensor
+    ) -> None:
+        if name not in self._parameters:
+            raise ValueError(
+                f'the state is of another model: it has no trained parameter '
+                f'{name!r}'
+            )
+        if kind == 'error' and tensor.shape != self._parameters[name].shape:
+            raise ValueError(
+                f'the state of {name!r} has the shape '
+                f'{tuple(tensor.shape)}, the parameter has '
+                f'{tuple(self._parameters[name].shape)}'
+            )
+
+    def _adopt(
+        self, kind: str, name: str, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """Copy a loaded tensor to the device, in the parameter's layout."""
+        parameter = self._parameters[name]
+        if kind == 'error':
+            return float32_like(parameter).copy_(tensor)
+        return tensor.to(parameter.device, copy=True)

@@ -1,0 +1,106 @@
+"""Half precision with a scale that follows the gradients."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from .compressor import Compressor
+from .exchange import Collective, all_reduce
+from .gradient import Gradient, magnitude
+
+__all__ = ['ScaledFP16']
+
+# The largest value of a parameter's last averages is scaled to 2**7 at most.
+# A rank's own gradient may be 512 times that before its sum can overflow,
+# and what is 2**-21 of it still has float16's full precision.
+_TARGET_EXPONENT = 7
+# Of what was the largest value, a step later: one average that is small by
+# chance, as the ranks cancel out, must not set the scale alone.
+_DECAY = 0.5
+# Parameters are scaled apart by at most 2**6, so that one that had almost no
+# gradient may have the largest of all in the next step.
+_MAX_SPREAD = 2.0**-6
+
+
+class ScaledFP16(Compressor):
+    """float16 on the wire, scaled by powers of two.
+
+    The scale of a parameter comes from the averages of the steps before,
+    which all ranks share, so no rank has to tell it. Until a parameter has
+    had a gradient, its bucket is averaged without compression.
+
+    An overflow leaves Inf or NaN in the gradients of that step on all ranks.
+    It is counted, and the bucket's scales are forgotten: the next step sends
+    it uncompressed. The step has to be left out, as after any overflow: a
+    loss scaler does that, and ``CommHookRunner`` where there is none. In a
+    loop of one's own, :meth:`settle` tells after the backward pass.
+
+    Attributes:
+        overflows: How many compressed buckets were not finite.
+        magnitudes: By parameter name, what its scale comes from: the
+            largest absolute value of its averages, halved with each step.
+    """
+
+    _counters = (*Compressor._counters, 'overflows', 'magnitudes')
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.overflows = 0
+        self.magnitudes: dict[str, float] = {}
+
+    def _stages(
+        self, buffer: torch.Tensor, gradients: list[Gradient]
+    ) -> Iterator[Collective]:
+        flats = [g.flat for g in gradients]
+        scales = self._scales(gradients)
+        if scales is None:
+            yield all_reduce(buffer.div_(self.world_size))
+            self._check(gradients, torch.stack([*map(magnitude, flats)]))
+            return
+        # Divided first, so that the sum cannot overflow by itself.
+        torch._foreach_mul_(flats, [s / self.world_size for s in scales])
+        wire = buffer.to(torch.float16)
+        yield all_reduce(wire)
+        unscale = [1 / s for s in scales]
+        parts = wire.split([len(flat) for flat in flats])
+        magnitudes = [magnitude(part).float() for part in parts]
+        torch._foreach_mul_(magnitudes, unscale)
+        self._check(gradients, torch.stack(magnitudes))
+        buffer.copy_(wire)
+        torch._foreach_mul_(flats, unscale)
+
+    def _scales(self, gradients: list[Gradient]) -> list[float] | None:
+        """Return a power of two per gradient; None without a history."""
+        last = [self.magnitudes.get(g.name) for g in gradients]
+        least = max(self.magnitudes.values(), default=0) * _MAX_SPREAD
+        if None in last or not least:
+            return None
+        return [_scale(max(magnitude, least)) for magnitude in last]
+
+    def _end_step(self, finite: bool) -> None:
+        super()._end_step(finite)
+        for gradients, check in self._checks:
+            magnitudes = check.read()
+            if not magnitudes.dim():  # of a bucket that is never compressed
+                continue
+            names = [g.name for g in gradients]
+            if not torch.isfinite(magnitudes).all():
+                forgotten = [self.magnitudes.pop(n, None) for n in names]
+                self.overflows += None not in forgotten
+            elif finite:
+                for name, now in zip(names, magnitudes.tolist(), strict=True):
+                    last = self.magnitudes.get(name, 0)
+                    self.magnitudes[name] = max(now, _DECAY * last)
+
+    def _convert_units(self, factor: float) -> None:
+        super()._convert_units(factor)
+        for name in self.magnitudes:
+            self.magnitudes[name] *= factor
+
+
+def _scale(magnitude: float) -> float:
+    """Return the power of two that takes a value to 2**6 .. 2**7."""
+    exponent = math.frexp(magnitude)[1]
+    # Neither the scale nor its inverse may leave float32.
+    return 2.0 ** (_TARGET_EXPONENT - min(max(exponent, -100), 100))

@@ -1,0 +1,76 @@
+"""The gradients of a bucket, parameter by parameter."""
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = [
+    'Gradient',
+    'float32_like',
+    'in_memory_order',
+    'is_compressible',
+    'magnitude',
+    'split',
+]
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The part of a bucket that belongs to one parameter.
+
+    Attributes:
+        name: Of the parameter, as in ``named_parameters()``.
+        parameter: The parameter itself.
+        flat: Shape (numel,), the bucket's dtype: a view of the bucket, the
+            elements in the order in which the parameter has them in memory.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    flat: torch.Tensor
+
+
+def split(
+    buffer: torch.Tensor,
+    parameters: list[torch.Tensor],
+    names: dict[int, str],
+) -> list[Gradient]:
+    """Cut a bucket into its gradients; those without elements are left out.
+
+    Args:
+        buffer: Shape (numel,).
+        parameters: Of the bucket, in its order.
+        names: By ``id(parameter)``.
+    """
+    parts = buffer.split([p.numel() for p in parameters])
+    return [
+        Gradient(names[id(parameter)], parameter, flat)
+        for parameter, flat in zip(parameters, parts, strict=True)
+        if flat.numel()
+    ]
+
+
+def is_compressible(buffer: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a bucket has a wider type than 16 bits by its parameters."""
+    # A cast wrapper hands over 16 bits as well, but for a wider parameter.
+    return buffer.is_floating_point() and (
+        buffer.element_size() > 2 or parameter.dtype != buffer.dtype
+    )
+
+
+def float32_like(parameter: torch.Tensor) -> torch.Tensor:
+    """Return an empty float32 tensor of the same shape and strides."""
+    return torch.empty_like(
+        parameter, dtype=torch.float32, requires_grad=False
+    )
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """View a dense tensor of any strides as (numel,)."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def magnitude(values: torch.Tensor) -> torch.Tensor:
+    """Return the largest absolute value, of shape (); NaN if there is one."""
+    low, high = torch.aminmax(values)
+    return torch.maximum(-low, high)
