@@ -168,8 +168,7 @@ class Compressor(ABC):
         """Take over a state of the same rank and world size.
 
         Args:
-            state: From :meth:`state_dict`; copied. Without ``'tensors'`` the
-                counters are taken over and the memory starts empty.
+            state: From :meth:`state_dict`; copied.
 
         Raises:
             ValueError: If it belongs to another compressor or model. Nothing
@@ -180,19 +179,24 @@ class Compressor(ABC):
                 f'the state is of {state.get("type")!r}, not of '
                 f'{type(self).__name__!r}'
             )
-        tensors = state.get('tensors', {})
+        tensors = state['tensors']
         for kind, named in tensors.items():
             for name, tensor in named.items():
                 self._check_tensor(kind, name, tensor)
-        for name in self._counters:
-            setattr(self, name, copy(state[name]))
-        self._seen.clear()
-        self._checks.clear()
-        self._memory.clear()
+        self.load_counters(state)
         for kind, named in tensors.items():
             for name, tensor in named.items():
                 self._memory.put(kind, name, self._adopt(kind, name, tensor))
         self._memory.settle(True)
+
+    def load_counters(self, state: dict[str, Any]) -> None:
+        """Take over the counters of any compressor; forget the tensors."""
+        for name in self._counters:
+            if name in state:
+                setattr(self, name, copy(state[name]))
+        self._seen.clear()
+        self._checks.clear()
+        self._memory.clear()
 
     @abstractmethod
     def _stages(

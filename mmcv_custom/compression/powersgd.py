@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from zlib import crc32
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from .basis import Basis, orthonormal
 from .compressor import Compressor
@@ -98,21 +97,6 @@ class PowerSGD(Compressor):
         self._seed = random_seed
         self._compressed = False
 
-    def bind(self, ddp: DistributedDataParallel) -> 'PowerSGD':
-        """As in the base class.
-
-        Raises:
-            RuntimeError: If nobody has set ``start_iter`` to a number of
-                steps where ``'warmup_end'`` was asked for.
-        """
-        if self.start_iter == WARMUP_END:
-            raise RuntimeError(
-                f'start_powerSGD_iter={WARMUP_END!r} needs a runner that '
-                'knows the schedule; give a number of steps, or set '
-                'start_iter'
-            )
-        return super().bind(ddp)
-
     def memory_bytes(self) -> int:
         """Two generations of the error memory and of the larger factors."""
         elements = 0
@@ -127,6 +111,12 @@ class PowerSGD(Compressor):
     def _stages(
         self, buffer: torch.Tensor, gradients: list[Gradient]
     ) -> Iterator[Collective]:
+        if self.start_iter == WARMUP_END:
+            raise RuntimeError(
+                f'start_powerSGD_iter={WARMUP_END!r} needs a runner that '
+                'knows the schedule; give a number of steps, or set '
+                'start_iter to one'
+            )
         bases = self._bases(gradients)
         if self.step < self.start_iter or not bases or None in bases.values():
             yield from self._average(buffer, gradients)

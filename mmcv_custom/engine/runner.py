@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from pathlib import Path
 from typing import Any
 
 from mmengine.device import get_device
@@ -16,12 +17,23 @@ from mmengine.runner import Runner
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..compression import Compressor
 from .builder import CommHook, build_comm_hook, normalize_comm_hook
 from .ddp_wrapper import CommHookDistributedDataParallel, attach_comm_hook
 from .distributed import init_cpu_group
+from .hook_state import (
+    has_state,
+    load_hook_state,
+    remove_orphans,
+    save_hook_state,
+)
+from .hooks import CompressionHook
 
 __all__ = ['CommHookRunner']
 
+# The entry of the message hub, which is part of a checkpoint, that tells
+# which hook state belongs to it.
+_STATE_RECORD = 'comm_hook_state'
 # MMEngine's, where nothing is configured.
 _DEFAULT_ENV_CFG = {'dist_cfg': {'backend': 'nccl'}}
 
@@ -83,6 +95,49 @@ class CommHookRunner(Runner):
             self.comm_hook = attach_comm_hook(model, self._hook_cfg)
         return model
 
+    def register_hooks(self, *args, **kwargs) -> None:
+        """Register MMEngine's hooks, and one for a compressor."""
+        super().register_hooks(*args, **kwargs)
+        if isinstance(getattr(self.comm_hook, 'instance', None), Compressor):
+            self.register_hook(CompressionHook(self.comm_hook.instance))
+
+    def save_checkpoint(
+        self, out_dir: str, filename: str, *args, **kwargs
+    ) -> None:
+        """Save a checkpoint, and before it each rank's hook state.
+
+        ``CheckpointHook`` calls this on all ranks.
+
+        Raises:
+            RuntimeError: On all ranks, if one could not save.
+        """
+        saves_state = has_state(self.comm_hook) and self._is_local(out_dir)
+        if saves_state:
+            record = save_hook_state(
+                self.comm_hook,
+                Path(out_dir, filename),
+                f'{self.timestamp} {self.iter}',
+            )
+            self.message_hub.update_info(_STATE_RECORD, record)
+        super().save_checkpoint(out_dir, filename, *args, **kwargs)
+        if saves_state:
+            remove_orphans(Path(out_dir))
+
+    def resume(self, filename: str, *args, **kwargs) -> None:
+        """Resume from a checkpoint, and each rank's hook state with it."""
+        super().resume(filename, *args, **kwargs)
+        record = self.message_hub.runtime_info.pop(_STATE_RECORD, None)
+        problem = None
+        if has_state(self.comm_hook):
+            problem = load_hook_state(self.comm_hook, Path(filename), record)
+        elif record is not None:
+            problem = f'{record["hook"]} is not the hook of this run'
+        if problem is not None:
+            self.logger.warning(
+                'The state of the communication hook is not restored, its '
+                f'memory starts empty: {problem}'
+            )
+
     def train(self) -> nn.Module:
         """Train, after one log line that says how gradients are exchanged."""
         if self.world_size == 1:
@@ -123,6 +178,15 @@ class CommHookRunner(Runner):
                 'model_wrapper_cfg'
             )
         return options['ddp_comm_hook']
+
+    def _is_local(self, out_dir: str) -> bool:
+        if '://' not in out_dir:
+            return True
+        self.logger.warning(
+            'The state of the communication hook is not saved: it needs a '
+            f'local folder, not {out_dir}'
+        )
+        return False
 
     def _log_ignored(self, reason: str) -> None:
         cfg = self._hook_cfg

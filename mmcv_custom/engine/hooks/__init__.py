@@ -1,0 +1,3 @@
+from .compression import CompressionHook
+
+__all__ = ['CompressionHook']

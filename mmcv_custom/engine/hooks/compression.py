@@ -1,0 +1,153 @@
+"""What a compressor needs to know of the training, and tells about itself."""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from mmengine.hooks import Hook
+from mmengine.optim import OptimWrapper
+from mmengine.optim.scheduler.param_scheduler import (
+    ConstantParamScheduler,
+    LinearParamScheduler,
+)
+from mmengine.registry import HOOKS
+
+from ...compression import Compressor, PowerSGD, ScaledFP16
+from ...compression.powersgd import WARMUP_END
+
+__all__ = ['CompressionHook']
+
+
+@HOOKS.register_module()
+class CompressionHook(Hook):
+    """Keeps a compressor in step with the training.
+
+    It sets where PowerSGD starts, converts the error memory when the loss
+    scale changes, and leaves out steps that overflowed in compression where
+    no loss scaler does. ``CommHookRunner`` registers it.
+
+    Args:
+        compressor: The communication hook of the run's model.
+    """
+
+    def __init__(self, compressor: Compressor) -> None:
+        self.compressor = compressor
+        self._said_start = False
+        self._handles = []
+
+    def before_train(self, runner) -> None:
+        """Log memory and start; raise ValueError without a warm-up to end."""
+        optim_wrappers = list(_optim_wrappers(runner))
+        runner.logger.info(
+            'Gradient compression keeps '
+            f'{self.compressor.memory_bytes() / 2**20:.1f} MiB per process'
+        )
+        if isinstance(self.compressor, PowerSGD):
+            accumulated = max(w._accumulative_counts for w in optim_wrappers)
+            self._set_start(runner, accumulated)
+        self._follow_loss_scale(runner)
+        if isinstance(self.compressor, ScaledFP16):
+            for wrapper in optim_wrappers:
+                if not hasattr(wrapper, 'loss_scaler'):
+                    self._leave_out_overflows(runner, wrapper.optimizer)
+
+    def before_train_iter(
+        self, runner, batch_idx: int, data_batch: Any = None
+    ) -> None:
+        """Convert the error memory to the loss scale of this iteration."""
+        self._follow_loss_scale(runner)
+
+    def after_train_iter(
+        self,
+        runner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: dict | None = None,
+    ) -> None:
+        """Say once that PowerSGD has begun to compress."""
+        if (
+            isinstance(self.compressor, PowerSGD)
+            and not self._said_start
+            and self.compressor.step > self.compressor.start_iter
+        ):
+            self._said_start = True
+            runner.logger.info(
+                'PowerSGD compresses since step '
+                f'{self.compressor.start_iter + 1}'
+            )
+
+    def after_train(self, runner) -> None:
+        """Let go of the optimizers."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _set_start(self, runner, accumulated: int) -> None:
+        if self.compressor.start_iter == WARMUP_END:
+            end = _warmup_end(runner)
+            if end is None:
+                raise ValueError(
+                    f'ddp_comm_hook.start_powerSGD_iter={WARMUP_END!r}, but '
+                    'param_scheduler has no warm-up: no LinearLR or '
+                    'ConstantLR that starts at 0 below the full rate'
+                )
+            self.compressor.start_iter = max(2, -(-end // accumulated))
+            runner.logger.info(
+                'PowerSGD starts when the warm-up ends, after '
+                f'{self.compressor.start_iter} steps'
+            )
+        planned = runner.max_iters // accumulated
+        if self.compressor.start_iter >= planned:
+            runner.logger.warning(
+                f'start_powerSGD_iter={self.compressor.start_iter} lies '
+                f'beyond the {planned} steps of this run: PowerSGD never '
+                'compresses'
+            )
+
+    def _follow_loss_scale(self, runner) -> None:
+        for wrapper in _optim_wrappers(runner):
+            if hasattr(wrapper, 'loss_scaler'):
+                self.compressor.follow_loss_scale(
+                    wrapper.loss_scaler.get_scale()
+                )
+                return
+
+    def _leave_out_overflows(self, runner, optimizer) -> None:
+        def leave_out(optimizer, args, kwargs):
+            if self.compressor.settle():
+                return
+            runner.logger.warning(
+                'Gradients are not finite at iteration '
+                f'{runner.iter + 1}: the step is left out'
+            )
+            for group in optimizer.param_groups:
+                for parameter in group['params']:
+                    parameter.grad = None  # optimizers skip it
+
+        self._handles.append(optimizer.register_step_pre_hook(leave_out))
+
+
+def _optim_wrappers(runner) -> Iterator[OptimWrapper]:
+    if isinstance(runner.optim_wrapper, OptimWrapper):
+        yield runner.optim_wrapper
+    else:
+        yield from runner.optim_wrapper.values()
+
+
+def _warmup_end(runner) -> int | None:
+    """Return the iteration at which the learning rate has warmed up."""
+    schedulers = runner.param_schedulers
+    if isinstance(schedulers, dict):
+        schedulers = [*chain(*schedulers.values())]
+    ends = []
+    for scheduler in schedulers or []:
+        if isinstance(scheduler, LinearParamScheduler):
+            warms_up = scheduler.start_factor < scheduler.end_factor
+        else:
+            warms_up = (
+                isinstance(scheduler, ConstantParamScheduler)
+                and scheduler.factor < 1
+            )
+        if warms_up and scheduler.begin == 0:
+            epoch = len(runner.train_dataloader) if scheduler.by_epoch else 1
+            ends.append(scheduler.end * epoch)
+    return max(ends, default=None)
