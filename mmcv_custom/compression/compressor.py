@@ -108,6 +108,16 @@ class Compressor(ABC):
             stages = self._average(buffer, gradients)
         return self._exchange.start(stages, buffer)
 
+    @staticmethod
+    def probes(size: int, device: torch.device) -> list[Collective]:
+        """Return small collectives that the backend has to be able to run.
+
+        Args:
+            size: The number of ranks.
+            device: Of the gradients.
+        """
+        return [all_reduce(torch.zeros(1, device=device))]
+
     @property
     def sent_bytes(self) -> int:
         """What this rank has sent so far, in bytes; see ``Collective``."""

@@ -10,6 +10,8 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..compression import Compressor
+from ..compression.exchange import all_reduce
 from ..contract import adapt_hook
 from ..ddp_hooks import hook_name
 from .builder import CommHook, build_comm_hook, normalize_comm_hook
@@ -117,30 +119,37 @@ def attach_comm_hook(
         cfg, None if group is dist.group.WORLD else group
     )
     _check_registration(ddp, comm_hook.hook)
-    if comm_hook.wire_dtype is not None:
-        device = next(p.device for p in ddp.parameters() if p.requires_grad)
-        _check_backend(comm_hook.wire_dtype, group, device)
+    _check_backend(comm_hook, ddp)
     if hasattr(comm_hook.instance, 'bind'):
         comm_hook.instance.bind(ddp)
     ddp.register_comm_hook(comm_hook.state, comm_hook.hook)
     return comm_hook
 
 
-def _check_backend(
-    dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
-) -> None:
-    try:
-        dist.all_reduce(
-            torch.zeros(1, dtype=dtype, device=device), group=group
-        )
-    except (RuntimeError, ValueError, TypeError) as error:
-        # Raises itself if the trouble is not the dtype.
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        raise RuntimeError(
-            f'backend {dist.get_backend(group)!r} of torch '
-            f'{torch.__version__} cannot reduce {dtype} ({error}); use '
-            "ddp_comm_hook='fp16' or 'allreduce'"
-        ) from error
+def _check_backend(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
+    """Run what the hook needs of the backend, on as few elements as can be."""
+    group = ddp.process_group
+    device = next(p.device for p in ddp.parameters() if p.requires_grad)
+    probes = []
+    if comm_hook.wire_dtype is not None:
+        probe = torch.zeros(1, dtype=comm_hook.wire_dtype, device=device)
+        probes.append((f'reduce {probe.dtype}', all_reduce(probe)))
+    if isinstance(comm_hook.instance, Compressor):
+        probes += [
+            (f'run {probe.name} for {comm_hook.name}', probe)
+            for probe in comm_hook.instance.probes(group.size(), device)
+        ]
+    for what, probe in probes:
+        try:
+            probe.issue(group).wait()
+        except (RuntimeError, ValueError, TypeError) as error:
+            # Raises itself if the trouble is not the dtype or the operation.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            raise RuntimeError(
+                f'backend {dist.get_backend(group)!r} of torch '
+                f'{torch.__version__} cannot {what} ({error}); use '
+                "ddp_comm_hook='fp16' or 'allreduce'"
+            ) from error
 
 
 def _check_registration(ddp: DistributedDataParallel, hook: Callable) -> None:

@@ -3,7 +3,6 @@
 import copy
 import inspect
 from pathlib import Path
-from typing import Any
 
 from mmengine.device import get_device
 from mmengine.dist import is_distributed
@@ -18,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..compression import Compressor
+from .batch_size import entry_of, log_batch_size
 from .builder import CommHook, build_comm_hook, normalize_comm_hook
 from .ddp_wrapper import CommHookDistributedDataParallel, attach_comm_hook
 from .distributed import init_cpu_group
@@ -27,7 +27,8 @@ from .hook_state import (
     remove_orphans,
     save_hook_state,
 )
-from .hooks import CompressionHook
+from .hooks import CompressionHook, WrappedModelHook
+from .schedule import overruled_settings, schedule_settings
 
 __all__ = ['CommHookRunner']
 
@@ -61,6 +62,7 @@ class CommHookRunner(Runner):
         """Check the key and start the process group, before all else."""
         build_comm_hook(self._hook_cfg)
         self._check_wrapper()
+        self._check_optimizer()
         if self.distributed and not is_distributed() and _on_cpu():
             dist_cfg = env_cfg.get('dist_cfg') or {}
             if 'env_cfg' not in self.cfg and env_cfg == _DEFAULT_ENV_CFG:
@@ -96,8 +98,10 @@ class CommHookRunner(Runner):
         return model
 
     def register_hooks(self, *args, **kwargs) -> None:
-        """Register MMEngine's hooks, and one for a compressor."""
+        """Register MMEngine's hooks, and those of this package."""
         super().register_hooks(*args, **kwargs)
+        if is_model_wrapper(self.model):
+            self.register_hook(WrappedModelHook(self.model))
         if isinstance(getattr(self.comm_hook, 'instance', None), Compressor):
             self.register_hook(CompressionHook(self.comm_hook.instance))
 
@@ -125,7 +129,10 @@ class CommHookRunner(Runner):
 
     def resume(self, filename: str, *args, **kwargs) -> None:
         """Resume from a checkpoint, and each rank's hook state with it."""
+        settings = schedule_settings(self)
         super().resume(filename, *args, **kwargs)
+        for message in overruled_settings(self, settings):
+            self.logger.warning(message)
         record = self.message_hub.runtime_info.pop(_STATE_RECORD, None)
         problem = None
         if has_state(self.comm_hook):
@@ -152,7 +159,7 @@ class CommHookRunner(Runner):
                     else "DDP's own all-reduce, as ddp_comm_hook is not set"
                 )
             )
-        self._log_batch_size()
+        log_batch_size(self)
         return super().train()
 
     def val(self) -> dict:
@@ -193,28 +200,6 @@ class CommHookRunner(Runner):
         if normalize_comm_hook(cfg) is not None:
             self.logger.info(f'ddp_comm_hook={cfg!r} is not used: {reason}')
 
-    def _log_batch_size(self) -> None:
-        """Compare the samples of a step with what the config is made for."""
-        per_process = _entry(self._train_dataloader, 'batch_size')
-        accumulated = _entry(self.optim_wrapper, 'accumulative_counts') or 1
-        if per_process is None:  # a batch sampler decides
-            return
-        total = per_process * self.world_size * accumulated
-        text = (
-            f'Effective batch size: {per_process} per process x '
-            f'{self.world_size} processes x {accumulated} accumulated = '
-            f'{total}'
-        )
-        scaling = self.auto_scale_lr or {}
-        reference = scaling.get('base_batch_size', total)
-        if total == reference or scaling.get('enable'):
-            self.logger.info(text)
-        else:
-            self.logger.warning(
-                f'{text}, but the learning rate of this config is meant for '
-                f'{reference}; auto_scale_lr.enable=True scales it'
-            )
-
     def _check_wrapper(self) -> None:
         """Refuse a wrapper that could not take the hook."""
         options = self.cfg.get('model_wrapper_cfg')
@@ -224,6 +209,20 @@ class CommHookRunner(Runner):
             raise ValueError(
                 'ddp_comm_hook needs a DistributedDataParallel, but '
                 f'model_wrapper_cfg.type is {options["type"]!r}'
+            )
+
+    def _check_optimizer(self) -> None:
+        """Refuse ZeRO's overlapping mode, which is a hook itself."""
+        optimizer = entry_of(self.optim_wrapper or {}, 'optimizer')
+        if (
+            normalize_comm_hook(self._hook_cfg) is not None
+            and isinstance(optimizer, dict)
+            and optimizer.get('overlap_with_ddp')
+        ):
+            raise ValueError(
+                f'ddp_comm_hook={self._hook_cfg!r} and '
+                'optim_wrapper.optimizer.overlap_with_ddp=True both need the '
+                'one communication hook of DDP; set one of the two'
             )
 
     def _wrapper_options(self, model_wrapper_cfg: dict | None) -> dict:
@@ -255,15 +254,6 @@ class CommHookRunner(Runner):
                 'normalises with the statistics of its own batch'
             )
         return revert_sync_batchnorm(model) if has_sync_bn else model
-
-
-def _entry(config_or_object: Any, name: str) -> Any:
-    """Read what MMEngine takes as a config or as a finished object."""
-    if isinstance(config_or_object, dict):
-        return config_or_object.get(name)
-    return getattr(
-        config_or_object, name, getattr(config_or_object, f'_{name}', None)
-    )
 
 
 def _takes_hook(wrapper: type) -> bool:

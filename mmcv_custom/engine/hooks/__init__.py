@@ -1,3 +1,4 @@
 from .compression import CompressionHook
+from .wrapped_model import WrappedModelHook
 
-__all__ = ['CompressionHook']
+__all__ = ['CompressionHook', 'WrappedModelHook']

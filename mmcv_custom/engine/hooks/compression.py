@@ -1,19 +1,15 @@
 """What a compressor needs to know of the training, and tells about itself."""
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper
-from mmengine.optim.scheduler.param_scheduler import (
-    ConstantParamScheduler,
-    LinearParamScheduler,
-)
 from mmengine.registry import HOOKS
 
 from ...compression import Compressor, PowerSGD, ScaledFP16
 from ...compression.powersgd import WARMUP_END
+from ..schedule import warmup_end
 
 __all__ = ['CompressionHook']
 
@@ -83,7 +79,7 @@ class CompressionHook(Hook):
 
     def _set_start(self, runner, accumulated: int) -> None:
         if self.compressor.start_iter == WARMUP_END:
-            end = _warmup_end(runner)
+            end = warmup_end(runner)
             if end is None:
                 raise ValueError(
                     f'ddp_comm_hook.start_powerSGD_iter={WARMUP_END!r}, but '
@@ -131,23 +127,3 @@ def _optim_wrappers(runner) -> Iterator[OptimWrapper]:
         yield runner.optim_wrapper
     else:
         yield from runner.optim_wrapper.values()
-
-
-def _warmup_end(runner) -> int | None:
-    """Return the iteration at which the learning rate has warmed up."""
-    schedulers = runner.param_schedulers
-    if isinstance(schedulers, dict):
-        schedulers = [*chain(*schedulers.values())]
-    ends = []
-    for scheduler in schedulers or []:
-        if isinstance(scheduler, LinearParamScheduler):
-            warms_up = scheduler.start_factor < scheduler.end_factor
-        else:
-            warms_up = (
-                isinstance(scheduler, ConstantParamScheduler)
-                and scheduler.factor < 1
-            )
-        if warms_up and scheduler.begin == 0:
-            epoch = len(runner.train_dataloader) if scheduler.by_epoch else 1
-            ends.append(scheduler.end * epoch)
-    return max(ends, default=None)
