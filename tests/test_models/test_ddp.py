@@ -8,6 +8,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from mmcv_custom import ddp_hooks
+from mmcv_custom.compression import Int8, PowerSGD, ScaledFP16
+from mmcv_custom.contract import adapt_hook
 from tests.ranks import gloo_reduces, run_ranks
 from tests.test_models.tiny import (
     make_sample,
@@ -21,9 +23,21 @@ CONFIGS = {'linear': segmentor_config, 'upernet': upernet_config}
 
 
 STEPS = 3
+COMPRESSORS = {
+    'powersgd': lambda: PowerSGD(start_powerSGD_iter=2),
+    'int8': Int8,
+    'fp16_scaled': ScaledFP16,
+}
 
 
-def train_rank(rank, kind, backbone, hook, ddp_options):
+def register(ddp, hook):
+    if hook in COMPRESSORS:
+        ddp.register_comm_hook(None, adapt_hook(COMPRESSORS[hook]().bind(ddp)))
+    elif hook is not None:
+        ddp.register_comm_hook(None, getattr(ddp_hooks, hook))
+
+
+def train_rank(rank, kind, backbone, hook, ddp_options, steps):
     """Train; return the last gradients, the warnings and the wire."""
     if kind == 'linear':
         config = segmentor_config(backbone, {'dropout_ratio': 0.0})
@@ -44,8 +58,7 @@ def train_rank(rank, kind, backbone, hook, ddp_options):
     ddp = DistributedDataParallel(
         segmentor, broadcast_buffers=False, **ddp_options
     )
-    if hook is not None:
-        ddp.register_comm_hook(None, getattr(ddp_hooks, hook))
+    register(ddp, hook)
     trained = [p for p in ddp.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.01)
     with (
@@ -53,7 +66,7 @@ def train_rank(rank, kind, backbone, hook, ddp_options):
         record_all_reduce() as wire,
     ):
         warnings.simplefilter('always')
-        for _ in range(STEPS):
+        for _ in range(steps):
             optimizer.zero_grad()
             losses = ddp(**data, mode='loss')
             sum(v for n, v in losses.items() if 'loss' in n).backward()
@@ -71,9 +84,11 @@ def train(kind, backbone, hook=None, **ddp_options):
     return train_and_record(kind, backbone, hook, **ddp_options)[0]
 
 
-def train_and_record(kind, backbone, hook=None, **ddp_options):
+def train_and_record(kind, backbone, hook=None, steps=STEPS, **ddp_options):
     """Gradients as of `train`, and the elements sent by dtype."""
-    first, second = run_ranks(train_rank, kind, backbone, hook, ddp_options)
+    first, second = run_ranks(
+        train_rank, kind, backbone, hook, ddp_options, steps
+    )
     for _, texts, _ in (first, second):
         assert not any('strides' in text for text in texts)
     gradients, _, wire = first
@@ -137,14 +152,16 @@ def test_no_search_for_unused_parameters_is_needed(kind):
     assert set(gradients) == names
 
 
+@pytest.mark.parametrize('hook', [None, 'fp16_compress_hook', 'powersgd'])
 @pytest.mark.parametrize('find_unused_parameters', [False, True])
 @pytest.mark.parametrize('frozen_blocks', [0, 2])
-def test_activation_checkpointing(frozen_blocks, find_unused_parameters):
+def test_activation_checkpointing(frozen_blocks, find_unused_parameters, hook):
     options = {'frozen_blocks': frozen_blocks}
     plain, saved = (
         train(
             'linear',
             {'with_cp': with_cp, **options},
+            hook,
             find_unused_parameters=find_unused_parameters,
         )
         for with_cp in (False, True)
@@ -153,3 +170,38 @@ def test_activation_checkpointing(frozen_blocks, find_unused_parameters):
     assert ('backbone.blocks.1.ls1.gamma' in plain) == (not frozen_blocks)
     for name, gradient in plain.items():
         assert (gradient == saved[name]).all(), name
+
+
+@pytest.mark.parametrize('hook', COMPRESSORS)
+@pytest.mark.parametrize('kind', sorted(CONFIGS))
+def test_compressors_under_the_heads(kind, hook):
+    """R21: well past the start, equal on both ranks, near the exact mean."""
+    exact = train(kind, {}, steps=1)
+    first = train(kind, {}, hook, steps=1)  # none of them compresses yet
+    if hook != 'int8':
+        for name, gradient in exact.items():
+            assert (gradient == first[name]).all(), name
+    gradients, sent = train_and_record(kind, {}, hook, steps=6)
+    assert set(gradients) == set(exact)
+    for name, gradient in gradients.items():
+        assert abs(gradient).max() < 10, name  # and so finite
+    elements = sum(gradient.size for gradient in exact.values())
+    if hook == 'powersgd':
+        assert sent[torch.float32] < 3 * elements
+    elif hook == 'fp16_scaled':
+        assert sent == {
+            torch.float32: elements,
+            torch.float16: 5 * elements,
+        }
+    else:
+        assert sent == {}  # its collectives are others
+
+
+@pytest.mark.parametrize('hook', [None, *COMPRESSORS])
+@pytest.mark.parametrize('backbone', [{'out_indices': [1]}, {'frozen': True}])
+def test_gradient_as_bucket_view_with(backbone, hook):
+    """R32: the same gradients, in DDP's own memory."""
+    plain = train('linear', backbone, hook)
+    view = train('linear', backbone, hook, gradient_as_bucket_view=True)
+    for name, gradient in plain.items():
+        assert (gradient == view[name]).all(), name
