@@ -2,9 +2,8 @@
 
     python tools/benchmark_links.py --rates 200mbit 1gbit
 
-Needs root on Linux, and `ip` and `tc`: two processes, each in a network
-namespace of its own, are joined by a veth pair with a token-bucket filter at
-both ends. The namespaces are removed however the script ends.
+Needs root, `ip` and `tc`: two processes, each in a network namespace, are
+joined by a veth pair with a token-bucket filter at both ends.
 
 The model has 24 layers of 1024 x 1024 (25.2 M parameters). Every round times
 one step (forward and backward) of each method in turn; a step lasts until the
@@ -60,14 +59,12 @@ TX_BYTES = Path('/sys/class/net', DEVICE, 'statistics/tx_bytes')
 # than the kernel's largest packets, which it would have to cut.
 BURST = '128kb'
 UNITS = {'mbit': 1e6, 'gbit': 1e9}
-# Until all methods compress: see start_powerSGD_iter.
-WARMUP_STEPS = 4
+WARMUP_STEPS = 4  # until all methods compress
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    raw = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add('--rates', nargs='+', default=['200mbit', '1gbit'])
     add('--rounds', type=int, default=15)
@@ -109,10 +106,8 @@ def launch(args):
 
 
 def join(first, second):
-    run(
-        f'ip link add {DEVICE} netns {first} type veth '
-        f'peer name {DEVICE} netns {second}'
-    )
+    peer = f'type veth peer name {DEVICE} netns {second}'
+    run(f'ip link add {DEVICE} netns {first} {peer}')
     for number, name in enumerate((first, second), 1):
         run(f'ip -n {name} addr add 10.9.0.{number}/30 dev {DEVICE}')
         run(f'ip -n {name} link set {DEVICE} up')
@@ -154,12 +149,11 @@ class Clock:
 class Method:
     def __init__(self, name, batch):
         torch.manual_seed(0)
-        layers = []
-        for _ in range(LAYERS):
-            layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
-            # Or the gradients would vanish.
-            nn.init.kaiming_normal_(layers[-2].weight, nonlinearity='relu')
-        self.ddp = DistributedDataParallel(nn.Sequential(*layers))
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+        for layer in layers:  # with the default the gradients would vanish
+            nn.init.kaiming_normal_(layer.weight, nonlinearity='relu')
+        pairs = [nn.Sequential(layer, nn.ReLU()) for layer in layers]
+        self.ddp = DistributedDataParallel(nn.Sequential(*pairs))
         comm_hook = attach_comm_hook(self.ddp, METHODS.get(name))
         self.compressor = comm_hook and comm_hook.instance
         if name == NO_OP:
@@ -183,9 +177,8 @@ class Method:
         start = time.perf_counter()
         self.ddp(self.inputs).square().mean().backward()
         times = time.perf_counter() - start, self.first_bucket - start
-        # The slower rank's; every rank waits for it here.
         times = torch.tensor(times, dtype=torch.float64)
-        dist.all_reduce(times, dist.ReduceOp.MAX)
+        dist.all_reduce(times, dist.ReduceOp.MAX)  # the slower rank's
         sent = (self.sent_bytes() or self.ring_bytes) - before[0]
         return *times.tolist(), sent, int(TX_BYTES.read_text()) - before[1]
 
@@ -224,15 +217,11 @@ def measure_compute(methods, rounds, report):
     """Report what the compressors cost without any wire."""
     names = [name for name in methods if methods[name].compressor]
     matrices = torch.randn(LAYERS, 2, WIDTH, WIDTH)
-    other = torch.empty(LAYERS, 2, WIDTH, WIDTH)[:, 0]
-    rows = [
-        [
-            *(methods[name].compute_seconds() for name in names),
-            seconds(other.copy_, matrices[:, 0]),
-            seconds(multiply, matrices, step),
-        ]
-        for step in range(rounds + 1)
-    ]
+    rows = []
+    for step in range(rounds + 1):
+        rows.append([methods[name].compute_seconds() for name in names])
+        rows[-1].append(seconds(matrices[:, 1].copy_, matrices[:, 0]))
+        rows[-1].append(seconds(multiply, matrices, step))
     *costs, copy, products = medians(rows)
     for name, cost in zip(names, costs, strict=True):
         report(
@@ -270,14 +259,11 @@ def measure_steps(methods, rate, rounds, report):
     report('method        step s  sent MB  veth MB  floor s  ratio  net ratio')
     for name, steps in rows.items():
         step, _, sent, kernel = medians(steps)
-        floor, net_floor = (
-            max(no_op, first_bucket + sent / r) + own * (name == 'powersgd')
-            for r in (rate, goodput)
-        )
-        report(
-            f'{name:11} {step:8.3f} {sent / 1e6:8.3f} {kernel / 1e6:8.3f} '
-            f'{floor:8.3f} {step / floor:6.3f} {step / net_floor:10.3f}'
-        )
+        line = f'{name:11} {step:8.3f} {sent / 1e6:8.3f} {kernel / 1e6:8.3f}'
+        extra = own if name == 'powersgd' else 0
+        floor = max(no_op, first_bucket + sent / rate) + extra
+        net = max(no_op, first_bucket + sent / goodput) + extra
+        report(f'{line} {floor:8.3f} {step / floor:6.3f} {step / net:10.3f}')
 
 
 def work(args):

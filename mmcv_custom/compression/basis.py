@@ -55,7 +55,7 @@ def orthonormal(factor: torch.Tensor, epsilon: float = 0) -> torch.Tensor:
     """Orthonormalise the columns of (side, rank); returns (rank, side).
 
     By Householder reflections, which give orthonormal vectors for dependent
-    and for zero columns too: a basis can always catch new directions.
+    and for zero columns too.
     """
     q, r = torch.linalg.qr(factor)
     if epsilon:

@@ -103,7 +103,7 @@ class Compressor(ABC):
         self._seen.update(map(id, parameters))
         gradients = split(buffer, parameters, self._names)
         if is_compressible(buffer, parameters[0]):
-            stages = self._stages(buffer, gradients)
+            stages = self._checked(buffer, gradients)
         else:
             stages = self._average(buffer, gradients)
         return self._exchange.start(stages, buffer)
@@ -189,14 +189,14 @@ class Compressor(ABC):
                 f'the state is of {state.get("type")!r}, not of '
                 f'{type(self).__name__!r}'
             )
-        tensors = state['tensors']
-        for kind, named in tensors.items():
-            for name, tensor in named.items():
-                self._check_tensor(kind, name, tensor)
+        adopted = {
+            (kind, name): self._adopt(kind, name, tensor)
+            for kind, named in state['tensors'].items()
+            for name, tensor in named.items()
+        }
         self.load_counters(state)
-        for kind, named in tensors.items():
-            for name, tensor in named.items():
-                self._memory.put(kind, name, self._adopt(kind, name, tensor))
+        for (kind, name), tensor in adopted.items():
+            self._memory.put(kind, name, tensor)
         self._memory.settle(True)
 
     def load_counters(self, state: dict[str, Any]) -> None:
@@ -216,6 +216,14 @@ class Compressor(ABC):
 
         The last stage calls :meth:`_check` with what has been reduced.
         """
+
+    def _checked(
+        self, buffer: torch.Tensor, gradients: list[Gradient]
+    ) -> Iterator[Collective]:
+        yield from self._stages(buffer, gradients)
+        if buffer.element_size() == 2:
+            # What was finite on the wire may not be so in 16 bits.
+            self._check(gradients, magnitude(buffer))
 
     def _average(
         self, buffer: torch.Tensor, gradients: list[Gradient]
@@ -273,26 +281,21 @@ class Compressor(ABC):
         if self._some_unused:
             sent.mul_(magnitude(gradient.flat) != 0)
 
-    def _check_tensor(
+    def _adopt(
         self, kind: str, name: str, tensor: torch.Tensor
-    ) -> None:
+    ) -> torch.Tensor:
+        """Copy a loaded tensor to the device, in the parameter's layout."""
         if name not in self._parameters:
             raise ValueError(
                 f'the state is of another model: it has no trained parameter '
                 f'{name!r}'
             )
-        if kind == 'error' and tensor.shape != self._parameters[name].shape:
-            raise ValueError(
-                f'the state of {name!r} has the shape '
-                f'{tuple(tensor.shape)}, the parameter has '
-                f'{tuple(self._parameters[name].shape)}'
-            )
-
-    def _adopt(
-        self, kind: str, name: str, tensor: torch.Tensor
-    ) -> torch.Tensor:
-        """Copy a loaded tensor to the device, in the parameter's layout."""
         parameter = self._parameters[name]
-        if kind == 'error':
-            return float32_like(parameter).copy_(tensor)
-        return tensor.to(parameter.device, copy=True)
+        if kind != 'error':
+            return tensor.to(parameter.device, copy=True)
+        if tensor.shape != parameter.shape:
+            raise ValueError(
+                f'the state of {name!r} has the shape {tuple(tensor.shape)}, '
+                f'the parameter has {tuple(parameter.shape)}'
+            )
+        return float32_like(parameter).copy_(tensor)

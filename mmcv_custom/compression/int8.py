@@ -116,8 +116,7 @@ class Int8(Compressor):
         )
         for part in incoming.view(size, -1, RECORD):
             codes, scale = read(part)
-            mean.addcmul_(codes.to(torch.float32), scale)
-        mean.div_(size)
+            mean.addcmul_(codes.to(torch.float32), scale / size)
 
         noise = self._owned_noise(gradients, plan)
         codes, scale = quantize(mean, noise)

@@ -18,6 +18,8 @@ WARMUP_END = 'warmup_end'
 # a matrix product depend on how its operands are aligned, and must not
 # depend on how the buckets are laid out.
 _ALIGNMENT = 16
+# Of a factor's largest element; about the rounding of float32.
+_RANDOM_PART = 2.0**-23
 
 
 class PowerSGD(Compressor):
@@ -96,17 +98,19 @@ class PowerSGD(Compressor):
         self._epsilon = orthogonalization_epsilon
         self._seed = random_seed
         self._compressed = False
+        self._random_parts: dict[tuple[str, bool], torch.Tensor] = {}
 
     def memory_bytes(self) -> int:
-        """Two generations of the error memory and of the larger factors."""
+        """Error memory and larger factors, twice, and both random ones."""
         elements = 0
         for parameter in self._parameters.values():
             if self._feedback:
-                elements += parameter.numel()
+                elements += 2 * parameter.numel()
             if self._warm_start and self._is_matrix(parameter):
                 shape = _shape(parameter)
-                elements += min(self._rank, *shape) * max(shape)
-        return 2 * 4 * elements
+                rank = min(self._rank, *shape)
+                elements += rank * (2 * max(shape) + sum(shape))
+        return 4 * elements
 
     def _stages(
         self, buffer: torch.Tensor, gradients: list[Gradient]
@@ -156,7 +160,7 @@ class PowerSGD(Compressor):
                 gradient.flat.copy_(mean[slot])
             else:
                 _multiply(*basis.factors(mean[slot]), out=gradient.flat)
-                self._keep_basis(gradient, basis.next(mean[slot]))
+                self._keep_basis(gradient, basis, mean[slot])
 
     def _is_matrix(self, parameter: torch.Tensor) -> bool:
         rows, columns = _shape(parameter)
@@ -173,7 +177,7 @@ class PowerSGD(Compressor):
             if self._warm_start:
                 factor = self._memory.get('basis', gradient.name)
             else:
-                factor = self._random_factor(gradient, is_right)
+                factor = self._random_factor(gradient, is_right, self.step)
             bases[gradient.name] = (
                 factor
                 if factor is None
@@ -193,43 +197,53 @@ class PowerSGD(Compressor):
             # Copied, to be aligned alike in every layout of the buckets.
             mean = gradient.flat.to(torch.float32, copy=True).view(shape)
             basis = Basis(
-                self._random_factor(gradient, not is_right),
+                self._random_factor(gradient, not is_right, 'start'),
                 not is_right,
                 shape,
                 self._epsilon,
             )
             fresh = mean.new_empty(basis.fresh_numel)
             basis.project(mean, out=fresh)
-            self._keep_basis(gradient, basis.next(fresh))
+            self._keep_basis(gradient, basis, fresh)
 
     def _random_factor(
-        self, gradient: Gradient, is_right: bool
+        self, gradient: Gradient, is_right: bool, use: object
     ) -> torch.Tensor:
         side = _shape(gradient.parameter)[is_right]
         rank = min(self._rank, *_shape(gradient.parameter))
         # Not the global generator, and the same in every layout of buckets.
         generator = torch.Generator().manual_seed(
-            self._seed + crc32(f'{gradient.name} {self.step}'.encode())
+            self._seed + crc32(f'{gradient.name} {use}'.encode())
         )
         factor = torch.randn(side, rank, generator=generator)
         return orthonormal(factor.to(gradient.flat.device))
 
-    def _keep_basis(self, gradient: Gradient, factor: torch.Tensor) -> None:
-        if self._warm_start:
-            self._memory.put('basis', gradient.name, factor)
+    def _keep_basis(
+        self, gradient: Gradient, basis: Basis, fresh: torch.Tensor
+    ) -> None:
+        """Take the next basis from the averaged factor.
+
+        A little of a random one is added: a gradient may come back in
+        directions that the factor, when it was zero, has lost.
+        """
+        if not self._warm_start:
+            return
+        key = (gradient.name, basis.is_right)
+        if key not in self._random_parts:
+            factor = self._random_factor(gradient, not basis.is_right, '')
+            self._random_parts[key] = (
+                factor.t() if basis.is_right else factor
+            ).flatten()
+        size = magnitude(fresh)
+        amount = torch.where(size == 0, 1, size * _RANDOM_PART)
+        fresh = fresh.addcmul(self._random_parts[key], amount)
+        self._memory.put('basis', gradient.name, basis.next(fresh))
 
     def _end_step(self, finite: bool) -> None:
         super()._end_step(finite)
         if finite and self._compressed:
             self.compressed_steps += 1
         self._compressed = False
-
-    def _check_tensor(
-        self, kind: str, name: str, tensor: torch.Tensor
-    ) -> None:
-        super()._check_tensor(kind, name, tensor)
-        if kind == 'basis' and tensor.dim() != 2:
-            raise ValueError(f'the state of {name!r} is no matrix')
 
 
 def _multiply(

@@ -9,7 +9,7 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 
 from tests.ranks import run_ranks
-from tests.test_engine.test_runner import OwnDDP  # noqa: F401 (registered)
+from tests.test_engine.test_runner import OwnDDP
 from tests.test_engine.toy_runner import (
     ToyModel,
     log_of,
