@@ -1,5 +1,6 @@
 """Gradients in blocks, and which rank averages which block."""
 
+import sys
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -21,6 +22,9 @@ __all__ = [
 # 1.6 % of 256 codes.
 BLOCK = 256
 RECORD = BLOCK + 4
+# On CPU, so many blocks (1 MiB) are worked on, and travel, at a time: they
+# stay in the cache from one operation to the next.
+_CHUNK = 1024
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -32,15 +36,13 @@ class Plan:
         rows: Of each gradient, the numbers of its blocks in the bucket.
         first_blocks: Of each gradient, the number of its first block among
             those of the whole model. Block i belongs to rank i modulo n.
-        part_length: The blocks of a rank, padded alike on all ranks.
-        by_owner: (n * part_length,), int64: the blocks by their rank; the
-            number after the last block stands for padding.
+        by_owner: (pieces, n, piece length), int64: the blocks by their rank;
+            the number after the last block stands for padding.
         by_bucket: (number of blocks,), int64: the inverse.
     """
 
     rows: list[range]
     first_blocks: list[int]
-    part_length: int
     by_owner: torch.Tensor
     by_bucket: torch.Tensor
 
@@ -72,17 +74,18 @@ def make_plan(
         ]
     )
     length = int(torch.bincount(owner, minlength=size).max())
-    by_owner = torch.full((size, length), len(owner))
-    by_bucket = torch.empty_like(owner)
+    pieces = -(-length // _chunk(device))
+    piece_length = -(-length // pieces)
+    by_owner = torch.full((size, pieces * piece_length), len(owner))
     for rank in range(size):
         blocks = (owner == rank).nonzero().flatten()
         by_owner[rank, : len(blocks)] = blocks
-        by_bucket[blocks] = rank * length + torch.arange(len(blocks))
+    by_owner = by_owner.view(size, pieces, -1).transpose(0, 1).contiguous()
+    by_bucket = by_owner.flatten().argsort()[: len(owner)]
     return Plan(
         [range(*pair) for pair in pairwise(ends)],
         first_blocks,
-        length,
-        by_owner.flatten().to(device),
+        by_owner.to(device),
         by_bucket.to(device),
     )
 
@@ -93,13 +96,25 @@ def num_blocks(tensor: torch.Tensor) -> int:
 
 
 def blocks_of(values: torch.Tensor) -> list[tuple[torch.Tensor, slice]]:
-    """View (numel,) as full blocks and a shorter one, each with its rows."""
+    """View (numel,) as (rows, block) in chunks, each with its rows.
+
+    The last chunk may be of one shorter block.
+    """
     full = values.numel() // BLOCK
+    blocks = values[: full * BLOCK].view(full, BLOCK)
+    chunk = _chunk(values.device)
     views = [
-        (values[: full * BLOCK].view(full, BLOCK), slice(0, full)),
-        (values[full * BLOCK :].view(1, -1), slice(full, full + 1)),
+        (blocks[i : i + chunk], slice(i, min(i + chunk, full)))
+        for i in range(0, full, chunk)
     ]
-    return [(blocks, part) for blocks, part in views if blocks.numel()]
+    if full * BLOCK < values.numel():
+        rest = values[full * BLOCK :].view(1, -1)
+        views.append((rest, slice(full, full + 1)))
+    return views
+
+
+def _chunk(device: torch.device) -> int:
+    return _CHUNK if device.type == 'cpu' else sys.maxsize
 
 
 def quantize(
@@ -119,7 +134,8 @@ def quantize(
     A block with a value that is not finite gets a scale that is not finite,
     and so has no finite value afterwards.
     """
-    scale = blocks.abs().amax(dim=1, keepdim=True).div_(127)
+    high, low = blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True)
+    scale = torch.maximum(high, low.neg_()).div_(127)
     # Nor is 0 a divisor; what is smaller rounds to 0.
     codes = blocks / scale.clamp_(min=_TINY)
     if noise is None:
@@ -134,7 +150,9 @@ def write(
     records: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor
 ) -> None:
     """Fill records (blocks, RECORD), int8, with what quantize returned."""
-    records[:, : codes.shape[1]] = codes
+    width = codes.shape[1]
+    records[:, :width] = codes
+    records[:, width:BLOCK] = 0
     records[:, BLOCK:].view(torch.float32).copy_(scale)
 
 

@@ -270,16 +270,15 @@ class Compressor(ABC):
             return work.copy_(gradient.flat)
         return torch.add(gradient.flat, in_memory_order(error), out=work)
 
-    def _hold_back_unused(
-        self, gradient: Gradient, sent: torch.Tensor
-    ) -> None:
-        """Zero what would be sent for a parameter without a gradient.
+    def _used(self, gradient: Gradient) -> torch.Tensor | None:
+        """Return what to multiply by what a gradient sends: 0, 1; None is 1.
 
         DDP gives no gradient to a parameter that no rank has used, whatever
         was sent for it: its error memory has to stay where it is.
         """
-        if self._some_unused:
-            sent.mul_(magnitude(gradient.flat) != 0)
+        if not self._some_unused:
+            return None
+        return magnitude(gradient.flat) != 0
 
     def _adopt(
         self, kind: str, name: str, tensor: torch.Tensor

@@ -25,14 +25,14 @@ class Collective:
 
     Attributes:
         name: Of the operation.
-        issue: Called with a process group; starts it and returns its Work.
+        issue: Called with a process group; starts it and returns its Works.
         sent_bytes: Called with the group size n; what one rank sends, by the
             algorithm that sends the least: a ring for all_reduce,
             2(n-1)/n of the tensor, rounded up.
     """
 
     name: str
-    issue: Callable[[dist.ProcessGroup], dist.Work]
+    issue: Callable[[dist.ProcessGroup], list[dist.Work]]
     sent_bytes: Callable[[int], int]
 
 
@@ -40,32 +40,46 @@ def all_reduce(tensor: torch.Tensor) -> Collective:
     """Sum a tensor of any shape and dtype over the ranks, in place."""
     return Collective(
         'all_reduce',
-        lambda group: dist.all_reduce(tensor, group=group, async_op=True),
+        lambda group: [dist.all_reduce(tensor, group=group, async_op=True)],
         lambda size: math.ceil(2 * (size - 1) * tensor.nbytes / size),
     )
 
 
 def all_to_all(output: torch.Tensor, rows: torch.Tensor) -> Collective:
-    """Send row i of ``rows`` (n, ...) to rank i; row i of ``output`` is its.
+    """Send ``rows[:, i]`` to rank i; its own comes to ``output[:, i]``.
 
-    Both are contiguous and of one shape and dtype.
+    Args:
+        output: Shape (pieces, n, ...), contiguous.
+        rows: Of the same shape and dtype. Each piece is a collective of its
+            own: gloo sends and receives one large message mostly one after
+            the other, and several smaller ones at the same time.
     """
     return Collective(
         'all_to_all',
-        lambda group: dist.all_to_all_single(
-            output, rows, group=group, async_op=True
-        ),
+        lambda group: [
+            dist.all_to_all_single(*piece, group=group, async_op=True)
+            for piece in zip(output, rows, strict=True)
+        ],
         lambda size: (size - 1) * rows.nbytes // size,
     )
 
 
 def all_gather(output: torch.Tensor, row: torch.Tensor) -> Collective:
-    """Collect ``row`` of every rank in ``output`` of shape (n, ...)."""
+    """Collect ``row`` of rank i in ``output[:, i]``.
+
+    Args:
+        output: Shape (pieces, n, ...), contiguous; see :func:`all_to_all`.
+        row: Shape (pieces, ...), of the same dtype.
+    """
     # torch 2.14 gave it another name and warns about the old one.
-    gather = getattr(dist, 'all_gather_single', dist.all_gather_into_tensor)
+    gather = getattr(dist, 'all_gather_single', None)
+    gather = gather or dist.all_gather_into_tensor
     return Collective(
         'all_gather',
-        lambda group: gather(output, row, group=group, async_op=True),
+        lambda group: [
+            gather(out.flatten(), part.flatten(), group=group, async_op=True)
+            for out, part in zip(output, row, strict=True)
+        ],
         lambda size: (size - 1) * row.nbytes,
     )
 
@@ -99,7 +113,7 @@ class Exchange:
     ) -> None:
         self.group = group
         self.sent_bytes = 0
-        self._lock = threading.Lock()  # of sent_bytes
+        self._lock = threading.Lock()  # of sent_bytes and _Bucket.ended
         self._count = 0
         self._error: BaseException | None = None
         self._lanes = [_Lane(group)]
@@ -149,15 +163,15 @@ class Exchange:
         """Compute up to the collective of this stage and queue it."""
         try:
             collective = next(bucket.stages, None)
-            if collective is not None:
-                self._take_turns(self._lanes[stage], bucket, stage, collective)
-                return
-            for lane in self._lanes[stage:]:
-                self._take_turns(lane, bucket, stage, None)
         except BaseException as error:
             self._fail(bucket, error)
-        else:
-            bucket.done.set_result(None)
+            return
+        if collective is not None:
+            self._take_turns(self._lanes[stage], bucket, stage, collective)
+            return
+        for lane in self._lanes[stage:]:
+            self._take_turns(lane, bucket, stage, None)
+        self._end(bucket)
 
     def _take_turns(
         self,
@@ -167,24 +181,34 @@ class Exchange:
         collective: Collective | None,
     ) -> None:
         """Issue what is due in a lane; None gives the turn away."""
-        issued = []
+        issued, failure = [], None
         with lane.lock:
             lane.early[bucket.index] = (bucket, collective)
-            while lane.turn in lane.early and self._error is None:
+            while lane.turn in lane.early and not (failure or self._error):
                 due, collective = lane.early.pop(lane.turn)
                 lane.turn += 1
-                if collective is not None:
+                if collective is None:
+                    continue
+                try:
                     issued.append((due, self._issue(collective, lane.group)))
+                except BaseException as error:
+                    failure = (due, error)
         # Not under the lock: a finished future runs its callback here.
-        for due, work in issued:
-            work.get_future().then(self._next_stage(due, stage + 1))
+        for due, works in issued:
+            done = torch.futures.collect_all([w.get_future() for w in works])
+            done.then(self._next_stage(due, stage + 1))
+        if failure is not None:
+            self._fail(*failure)
+        elif self._error is not None:
+            self._fail(bucket, self._error)
 
     def _next_stage(
         self, bucket: '_Bucket', stage: int
     ) -> Callable[[Any], None]:
         def go_on(future: Any) -> None:
             try:
-                future.value()  # raises if the collective failed
+                for work in future.value():
+                    work.value()  # raises if it failed
             except BaseException as error:
                 self._fail(bucket, error)
             else:
@@ -194,23 +218,35 @@ class Exchange:
 
     def _issue(
         self, collective: Collective, group: dist.ProcessGroup
-    ) -> dist.Work:
+    ) -> list[dist.Work]:
         with self._lock:
             self.sent_bytes += collective.sent_bytes(group.size())
         return collective.issue(group)
 
     def _fail(self, bucket: '_Bucket', error: BaseException) -> None:
-        """End the bucket, and those that would wait for its turn."""
-        self._error = error
-        failed = {bucket.index: bucket}
+        """End the bucket, and those that would wait for its turn.
+
+        Nothing is issued any more: the order would differ from the other
+        ranks'. What is in flight ends here too, when it comes back.
+        """
+        self._error = self._error or error
+        failed = [bucket]
         for lane in self._lanes:
             with lane.lock:
-                failed |= {i: early for i, (early, _) in lane.early.items()}
+                failed += [early for early, _ in lane.early.values()]
                 lane.early.clear()
-        for other in failed.values():
-            if not other.done.done():
-                other.error = error
-                other.done.set_result(None)
+        for other in failed:
+            self._end(other, error)
+
+    def _end(
+        self, bucket: '_Bucket', error: BaseException | None = None
+    ) -> None:
+        with self._lock:
+            if bucket.ended:
+                return
+            bucket.ended = True
+        bucket.error = error
+        bucket.done.set_result(None)
 
     def _run_on_stream(
         self, stages: Iterator[Collective], buffer: torch.Tensor
@@ -219,8 +255,8 @@ class Exchange:
         done = Future(devices=[buffer.device])
         with torch.cuda.stream(self._stream):
             for collective in stages:
-                # Makes the stream wait, not the host.
-                self._issue(collective, self.group).wait()
+                for work in self._issue(collective, self.group):
+                    work.wait()  # makes the stream wait, not the host
             done.set_result(buffer)
         return done
 
@@ -232,6 +268,7 @@ class _Bucket:
     buffer: torch.Tensor
     done: Future
     error: BaseException | None = None
+    ended: bool = False
 
 
 class _Lane:

@@ -1,6 +1,7 @@
 """Eight bits per gradient element, with a scale per block."""
 
 from collections.abc import Iterator
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -72,8 +73,8 @@ class Int8(Compressor):
     @staticmethod
     def probes(size: int, device: torch.device) -> list[Collective]:
         """As in the base class."""
-        part = torch.zeros(1, dtype=torch.int8, device=device)
-        parts = torch.zeros(size, dtype=torch.int8, device=device)
+        part = torch.zeros(1, 1, dtype=torch.int8, device=device)
+        parts = torch.zeros(1, size, dtype=torch.int8, device=device)
         return [
             all_to_all(torch.empty_like(parts), parts),
             all_gather(torch.empty_like(parts), part),
@@ -92,50 +93,56 @@ class Int8(Compressor):
         size = self.world_size
         inputs = [self._input(gradient) for gradient in gradients]
         # The last one, of zeros, fills up the shorter parts.
-        records = buffer.new_zeros(
+        records = buffer.new_empty(
             (plan.num_blocks + 1, RECORD), dtype=torch.int8
         )
+        records[-1] = 0
         for gradient, values, rows in zip(
             gradients, inputs, plan.rows, strict=True
         ):
             noise = self._noise(gradient, 'sum', len(rows))
+            used = self._used(gradient)
             for blocks, part in blocks_of(values):
-                codes, scale = quantize(
-                    blocks, None if noise is None else noise[part]
-                )
-                self._hold_back_unused(gradient, codes)
+                codes, scale = quantize(blocks, _cut(noise, part))
+                if used is not None:
+                    codes.mul_(used)
                 write(records[rows.start :][part], codes, scale)
                 if self._feedback:
                     blocks.addcmul_(codes, scale, value=-1)
 
-        outgoing = records.index_select(0, plan.by_owner)
+        outgoing = records[plan.by_owner]
         incoming = torch.empty_like(outgoing)
         yield all_to_all(incoming, outgoing)
-        mean = incoming.new_zeros(
-            (plan.part_length, BLOCK), dtype=torch.float32
-        )
-        for part in incoming.view(size, -1, RECORD):
-            codes, scale = read(part)
-            mean.addcmul_(codes.to(torch.float32), scale / size)
 
+        averages = outgoing.new_empty(outgoing[:, 0].shape)
         noise = self._owned_noise(gradients, plan)
-        codes, scale = quantize(mean, noise)
-        part = incoming.new_empty((plan.part_length, RECORD))
-        write(part, codes, scale)
+        roundings = []
+        for i, parts in enumerate(incoming):
+            mean = buffer.new_zeros(
+                (parts.shape[1], BLOCK), dtype=torch.float32
+            )
+            for part in parts:  # of rank 0, 1, ...: alike on every rank
+                codes, scale = read(part)
+                mean.addcmul_(codes.to(torch.float32), scale / size)
+            codes, scale = quantize(mean, _cut(noise, i))
+            write(averages[i], codes, scale)
+            if self._feedback:
+                roundings.append(mean.addcmul_(codes, scale, value=-1))
         if self._feedback:
-            mean.addcmul_(codes, scale, value=-1)
-            self._keep_rounding_of_mean(mean, inputs, plan)
+            # The next average divides by the size what is kept once here.
+            self._keep_roundings(torch.cat(roundings) * size, inputs, plan)
         gathered = incoming  # of the same shape, and read already
-        yield all_gather(gathered, part)
+        yield all_gather(gathered, averages)
 
-        records = gathered.index_select(0, plan.by_bucket)
-        self._check(gradients, magnitude(read(records)[1]))
+        gathered = gathered.view(-1, RECORD)
+        self._check(gradients, magnitude(read(gathered)[1]))
         for gradient, rows in zip(gradients, plan.rows, strict=True):
             for blocks, part in blocks_of(gradient.flat):
-                codes, scale = read(records[rows.start :][part])
+                numbers = plan.by_bucket[rows.start :][part]
+                codes, scale = read(gathered[numbers])
                 blocks.copy_(codes[:, : blocks.shape[1]]).mul_(scale)
 
-    def _plan(self, gradients: list[Gradient]) -> 'Plan':
+    def _plan(self, gradients: list[Gradient]) -> Plan:
         key = tuple(g.name for g in gradients)
         if key not in self._plans:
             first_block, count = {}, 0
@@ -155,25 +162,23 @@ class Int8(Compressor):
             return self._with_error(gradient, True)
         return gradient.flat.to(torch.float32)
 
-    def _keep_rounding_of_mean(
-        self, rounding: torch.Tensor, inputs: list[torch.Tensor], plan: 'Plan'
+    def _keep_roundings(
+        self, roundings: torch.Tensor, inputs: list[torch.Tensor], plan: Plan
     ) -> None:
-        """Add what the average lost to this rank's error memory.
+        """Add what the averages lost to this rank's error memory.
 
         Args:
-            rounding: (part_length, block), of the blocks this rank owns. As
-                the next average divides by the group size, it counts as
-                often here.
+            roundings: (blocks, block), of the blocks this rank owns, in the
+                order of the bucket.
             inputs: The error memories, (numel,) each; added to.
             plan: Of the bucket.
         """
         size, rank = self.world_size, dist.get_rank(self._exchange.group)
-        rounding = rounding * size
         for values, first in zip(inputs, plan.first_blocks, strict=True):
             for blocks, part in blocks_of(values):
                 owned = blocks[(rank - first - part.start) % size :: size]
-                owned.add_(rounding[: len(owned), : owned.shape[1]])
-                rounding = rounding[len(owned) :]
+                owned.add_(roundings[: len(owned), : owned.shape[1]])
+                roundings = roundings[len(owned) :]
 
     def _noise(
         self, gradient: Gradient, use: str, num_blocks: int
@@ -193,7 +198,7 @@ class Int8(Compressor):
         )
 
     def _owned_noise(
-        self, gradients: list[Gradient], plan: 'Plan'
+        self, gradients: list[Gradient], plan: Plan
     ) -> torch.Tensor | None:
         if not self._stochastic:
             return None
@@ -206,5 +211,11 @@ class Int8(Compressor):
                 gradients, plan.rows, plan.first_blocks, strict=True
             )
         ]
-        missing = plan.part_length - sum(map(len, noise))
-        return torch.cat([*noise, noise[0].new_zeros(missing, BLOCK)])
+        pieces, _, length = plan.by_owner.shape
+        missing = pieces * length - sum(map(len, noise))
+        noise.append(noise[0].new_zeros(missing, BLOCK))
+        return torch.cat(noise).view(pieces, length, BLOCK)
+
+
+def _cut(noise: torch.Tensor | None, part: Any) -> torch.Tensor | None:
+    return None if noise is None else noise[part]

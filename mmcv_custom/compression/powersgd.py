@@ -139,7 +139,9 @@ class PowerSGD(Compressor):
             else:
                 matrix = matrix.view(basis.shape)
                 basis.project(matrix, out=packed[slot])
-            self._hold_back_unused(gradient, packed[slot])
+            used = self._used(gradient)
+            if used is not None:
+                packed[slot].mul_(used)
             inputs.append(matrix)
 
         wire = packed.to(_wire_dtype(buffer))

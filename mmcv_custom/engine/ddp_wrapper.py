@@ -141,7 +141,8 @@ def _check_backend(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
         ]
     for what, probe in probes:
         try:
-            probe.issue(group).wait()
+            for work in probe.issue(group):
+                work.wait()
         except (RuntimeError, ValueError, TypeError) as error:
             # Raises itself if the trouble is not the dtype or the operation.
             dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -260,10 +260,11 @@ def test_bytes_of_a_bucket(world_size):
 def test_bytes_by_the_plan(world_size):
     # Three layers of 2.36 M elements: what a bucket of 25 MB holds.
     counts = [2304 * 4] * 3
-    plan = make_plan([5, 100_000, 9], counts, world_size, 'cpu')
-    sent = 2 * (world_size - 1) * plan.part_length * 260
+    plan = make_plan([5, 100_000, 9], counts, world_size, torch.device('cpu'))
+    pieces, _, length = plan.by_owner.shape
+    sent = 2 * (world_size - 1) * pieces * length * 260
     ring = 2 * (world_size - 1) / world_size * 4 * 256 * sum(counts)
     assert 0.25 * ring < sent <= 0.26 * ring
     # The blocks come back in their order.
-    by_owner = plan.by_owner[plan.by_bucket]
+    by_owner = plan.by_owner.flatten()[plan.by_bucket]
     assert torch.equal(by_owner, torch.arange(sum(counts)))
