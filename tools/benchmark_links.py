@@ -143,7 +143,8 @@ class Clock:
             self.seconds += time.perf_counter() - start
             if collective is None:
                 return buffer  # the adapter makes a future of it
-            collective.issue(self.group).wait()
+            for work in collective.issue(self.group):
+                work.wait()
 
 
 class Method:
@@ -214,7 +215,11 @@ def seconds(function, *args):
 
 
 def measure_compute(methods, rounds, report):
-    """Report what the compressors cost without any wire."""
+    """Report what the compressors cost without any wire.
+
+    Returns:
+        The seconds of powersgd.
+    """
     names = [name for name in methods if methods[name].compressor]
     matrices = torch.randn(LAYERS, 2, WIDTH, WIDTH)
     rows = []
@@ -229,6 +234,7 @@ def measure_compute(methods, rounds, report):
             f'copies = {cost / products:.2f} times the products'
         )
     report(f'copy {copy * 1e3:.1f} ms, products {products * 1e3:.1f} ms')
+    return costs[names.index('powersgd')]
 
 
 def medians(rows):
@@ -243,18 +249,16 @@ def measure_goodput():
     return message.nbytes / seconds(dist.all_reduce, message)
 
 
-def measure_steps(methods, rate, rounds, report):
+def measure_steps(methods, rate, own, rounds, report):
     goodput = measure_goodput()
-    rows, costs = {name: [] for name in methods}, []
+    rows = {name: [] for name in methods}
     for _ in range(rounds + 1):
         for name, method in methods.items():
             rows[name].append(method.step())
-        costs.append([methods['powersgd'].compute_seconds()])
     no_op, first_bucket, *_ = medians(rows.pop(NO_OP))
-    [own] = medians(costs)
     report(
         f'no-op step {no_op:.3f} s, first bucket at {first_bucket:.3f} s, '
-        f'powersgd computes {own:.3f} s, rate reached {goodput / rate:.1%}'
+        f'rate reached {goodput / rate:.1%}'
     )
     report('method        step s  sent MB  veth MB  floor s  ratio  net ratio')
     for name, steps in rows.items():
@@ -277,7 +281,7 @@ def work(args):
         for _ in range(WARMUP_STEPS):
             method.step()
     report(f'torch {torch.__version__}, medians of {args.rounds}\nno limit:')
-    measure_compute(methods, args.rounds, report)
+    own = measure_compute(methods, args.rounds, report)
     for text in args.rates:
         report(f'\n{text}:')
         rate = float(text[:-4]) * UNITS[text[-4:]] / 8
@@ -285,7 +289,7 @@ def work(args):
         dist.barrier()
         run(f'tc qdisc replace dev {DEVICE} root {limit}')
         dist.barrier()
-        measure_steps(methods, rate, args.rounds, report)
+        measure_steps(methods, rate, own, args.rounds, report)
     dist.destroy_process_group()
 
 

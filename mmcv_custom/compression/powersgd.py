@@ -167,7 +167,9 @@ class PowerSGD(Compressor):
     def _is_matrix(self, parameter: torch.Tensor) -> bool:
         rows, columns = _shape(parameter)
         rank = min(self._rank, rows, columns)
-        return rows * columns > self._min_rate * rank * (rows + columns)
+        factors = rank * (rows + columns)
+        # A vector is sent as it is, whatever the rate.
+        return columns > 1 and rows * columns > self._min_rate * factors
 
     def _bases(self, gradients: list[Gradient]) -> dict[str, 'Basis | None']:
         """What each matrix is projected on; None if that is not known yet."""
