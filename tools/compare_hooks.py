@@ -96,10 +96,7 @@ def count_bytes():
 
     recorded('all_reduce', 2 * (size - 1) / size, 0)
     recorded('all_to_all_single', (size - 1) / size, 1)
-    gather = 'all_gather_single'
-    if not hasattr(dist, gather):
-        gather = 'all_gather_into_tensor'
-    recorded(gather, size - 1, 1)
+    recorded('all_gather', size - 1, 1)
     try:
         yield sent
     finally:

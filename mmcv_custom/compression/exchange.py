@@ -71,13 +71,11 @@ def all_gather(output: torch.Tensor, row: torch.Tensor) -> Collective:
         output: Shape (pieces, n, ...), contiguous; see :func:`all_to_all`.
         row: Shape (pieces, ...), of the same dtype.
     """
-    # torch 2.14 gave it another name and warns about the old one.
-    gather = getattr(dist, 'all_gather_single', None)
-    gather = gather or dist.all_gather_into_tensor
+    # Not all_gather_into_tensor, which gloo of torch 2.1 does not have.
     return Collective(
         'all_gather',
         lambda group: [
-            gather(out.flatten(), part.flatten(), group=group, async_op=True)
+            dist.all_gather([*out], part, group=group, async_op=True)
             for out, part in zip(output, row, strict=True)
         ],
         lambda size: (size - 1) * row.nbytes,

@@ -72,5 +72,8 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 def magnitude(values: torch.Tensor) -> torch.Tensor:
     """Return the largest absolute value, of shape (); NaN if there is one."""
-    low, high = torch.aminmax(values)
+    if values.dtype == torch.float16:  # torch 2.1 has no aminmax of it on CPU
+        low, high = values.amin(), values.amax()
+    else:
+        low, high = torch.aminmax(values)
     return torch.maximum(-low, high)

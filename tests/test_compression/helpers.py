@@ -126,9 +126,6 @@ def assert_same_bits(ours, theirs):
 @contextlib.contextmanager
 def record_collectives():
     """Yield a list that receives a Call for each collective, as issued."""
-    gather = 'all_gather_single'
-    if not hasattr(dist, gather):
-        gather = 'all_gather_into_tensor'
     # By the name of the function: the op, which argument is handed over, and
     # what one of n ranks sends of so many bytes.
     ops = {
@@ -142,7 +139,7 @@ def record_collectives():
             1,
             lambda n, nbytes: nbytes // n * (n - 1),
         ),
-        gather: ('all_gather', 1, lambda n, nbytes: (n - 1) * nbytes),
+        'all_gather': ('all_gather', 1, lambda n, nbytes: (n - 1) * nbytes),
     }
     calls, groups, lock = [], {}, threading.Lock()
     originals = {name: getattr(dist, name) for name in ops}
