@@ -10,9 +10,10 @@ custom_imports = dict(
 # The runner that reads ddp_comm_hook, and starts gloo where no accelerator is.
 runner_type = 'CommHookRunner'
 # How DDP exchanges gradients: 'none' (its built-in fp32 reduction),
-# 'allreduce', 'fp16', 'bf16', or dict(type=NAME, wrapper='fp16'|'bf16') with
-# the knobs of the hook. A dict here, so that a child config or --cfg-options
-# can give a name as well as a dict, or single keys of one.
+# 'allreduce', 'fp16', 'bf16', 'fp16_scaled', 'int8', 'powersgd', or
+# dict(type=NAME, wrapper='fp16'|'bf16') with the knobs of the hook. A dict
+# here, so that a child config or --cfg-options can give a name as well as a
+# dict, or single keys of one.
 ddp_comm_hook = dict(type='none')
 # Where names of other packages' classes are looked up first.
 default_scope = 'mmseg'

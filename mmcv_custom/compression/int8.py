@@ -74,7 +74,7 @@ class Int8(Compressor):
     def probes(size: int, device: torch.device) -> list[Collective]:
         """As in the base class."""
         part = torch.zeros(1, 1, dtype=torch.int8, device=device)
-        parts = torch.zeros(1, size, dtype=torch.int8, device=device)
+        parts = torch.zeros(1, size, 1, dtype=torch.int8, device=device)
         return [
             all_to_all(torch.empty_like(parts), parts),
             all_gather(torch.empty_like(parts), part),

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from mmengine.dataset import DefaultSampler
 from mmengine.hooks import Hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,7 +15,12 @@ from tests import toy
 from tests.ranks import run_ranks
 from tests.test_engine.test_compression_hook import SGD, use_amp_on_cpu
 from tests.test_engine.test_hook_state import POWERSGD, Branches
-from tests.test_engine.toy_runner import ToyModel, log_of, make_runner
+from tests.test_engine.toy_runner import (
+    ToyData,
+    ToyModel,
+    log_of,
+    make_runner,
+)
 
 COMPRESSORS = {
     'powersgd': functools.partial(
@@ -49,6 +55,46 @@ def test_uneven_data_in_join(name):
     for a, b in zip(first, second, strict=True):
         assert a.isfinite().all()
         assert torch.equal(a, b)  # join hands out the last rank's
+
+
+class SevenVectors(ToyData):
+    """Cannot be shared out evenly to two ranks in batches of two."""
+
+    def __len__(self):
+        return 7
+
+
+def train_on_seven(rank, work_dir, hook, train_cfg):
+    loader = {
+        'dataset': SevenVectors(),
+        'batch_size': 2,
+        'num_workers': 0,
+        'collate_fn': {'type': 'default_collate'},
+        'sampler': {'type': DefaultSampler, 'shuffle': True},
+    }
+    runner = make_runner(
+        work_dir, hook, train_dataloader=loader, train_cfg=train_cfg
+    )
+    runner.train()
+    return runner.iter
+
+
+@pytest.mark.parametrize('hook', ['fp16', POWERSGD, 'int8'], ids=str)
+@pytest.mark.parametrize(
+    ('train_cfg', 'iterations'),
+    [
+        ({'by_epoch': True, 'max_epochs': 3}, 6),
+        ({'by_epoch': False, 'max_iters': 5}, 5),
+    ],
+)
+def test_samples_that_cannot_be_shared_out(
+    tmp_path, hook, train_cfg, iterations
+):
+    """R34: both loops end, on both ranks after as many iterations."""
+    assert (
+        run_ranks(train_on_seven, tmp_path, hook, train_cfg)
+        == [iterations] * 2
+    )
 
 
 def train_twice_without_cuda(rank, name):
