@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ['Basis', 'orthonormal']
+__all__ = ['Basis', 'matrix_shape', 'orthonormal']
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,14 @@ class Basis:
         else:
             torch.mm(self.vectors, matrix, out=out.view(-1, self.shape[1]))
 
+    def reconstruct(self, fresh: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the product of the factors to ``out`` (numel,), any dtype."""
+        left, right = self.factors(fresh)
+        if out.dtype == torch.float32:
+            torch.mm(left, right, out=out.view(self.shape))
+        else:
+            out.view(self.shape).copy_(left @ right)
+
     def next(self, fresh: torch.Tensor) -> torch.Tensor:
         """Return the vectors of the basis that ``fresh`` (flat) spans."""
         left, right = self.factors(fresh)
@@ -62,3 +70,16 @@ def orthonormal(factor: torch.Tensor, epsilon: float = 0) -> torch.Tensor:
         sizes = r.diagonal().abs()
         q = q * (sizes >= epsilon * sizes.max())
     return q.t().contiguous()
+
+
+def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns as which the parameter's memory is read."""
+    sizes = [
+        (stride, size)
+        for size, stride in zip(
+            parameter.shape, parameter.stride(), strict=True
+        )
+        if size > 1
+    ]
+    rows = max(sizes)[1] if sizes else 1
+    return rows, parameter.numel() // rows

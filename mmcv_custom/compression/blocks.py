@@ -6,6 +6,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from .gradient import CHUNK
+
 __all__ = [
     'BLOCK',
     'RECORD',
@@ -22,9 +24,8 @@ __all__ = [
 # 1.6 % of 256 codes.
 BLOCK = 256
 RECORD = BLOCK + 4
-# On CPU, so many blocks (1 MiB) are worked on, and travel, at a time: they
-# stay in the cache from one operation to the next.
-_CHUNK = 1024
+# On CPU, so many blocks are worked on, and travel, at a time.
+_CHUNK = CHUNK // BLOCK
 _TINY = torch.finfo(torch.float32).tiny
 
 

@@ -1,5 +1,6 @@
 """What all compressors have in common."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from copy import copy
@@ -53,7 +54,7 @@ class Compressor(ABC):
     def __init__(self) -> None:
         self.step = 0
         self.skipped_steps = 0
-        self.loss_scale: float | None = None
+        self.loss_scale = 1.0
         self._memory = StepMemory()
         self._exchange: Exchange | None = None
         self._parameters: dict[str, torch.Tensor] = {}
@@ -65,10 +66,7 @@ class Compressor(ABC):
     def bind(self, ddp: DistributedDataParallel) -> 'Compressor':
         """Take the process group and the parameters of a wrapped model.
 
-        All ranks of its group have to call this alike.
-
-        Returns:
-            The compressor itself.
+        All ranks of its group have to call this alike; returns itself.
         """
         self._parameters = {
             name: parameter
@@ -101,11 +99,13 @@ class Compressor(ABC):
         if not self._seen.isdisjoint(map(id, parameters)):
             self.settle()
         self._seen.update(map(id, parameters))
-        gradients = split(buffer, parameters, self._names)
-        if is_compressible(buffer, parameters[0]):
+        if not buffer.numel():
+            stages = iter(())
+        elif is_compressible(buffer, parameters[0]):
+            gradients = split(buffer, parameters, self._names)
             stages = self._checked(buffer, gradients)
         else:
-            stages = self._average(buffer, gradients)
+            stages = self._average(buffer, [])
         return self._exchange.start(stages, buffer)
 
     @staticmethod
@@ -129,9 +129,7 @@ class Compressor(ABC):
         return self._exchange.group.size()
 
     def settle(self) -> bool:
-        """End the step whose backward pass is over.
-
-        The next step and :meth:`state_dict` do so themselves.
+        """End the step whose backward pass is over, as the next step does.
 
         Returns:
             Whether its gradients are finite; True if there is no such step.
@@ -153,10 +151,11 @@ class Compressor(ABC):
         Args:
             loss_scale: What the loss of the next step is multiplied by.
         """
-        self.settle()
-        if self.loss_scale not in (None, loss_scale):
-            self._convert_units(loss_scale / self.loss_scale)
-        self.loss_scale = loss_scale
+        if loss_scale != self.loss_scale:
+            self.settle()
+            # After a scale of 0 nothing is left to convert.
+            self._convert_units(loss_scale / (self.loss_scale or math.inf))
+            self.loss_scale = loss_scale
 
     def memory_bytes(self) -> int:
         """Estimate the memory of the state on this rank, in bytes."""
@@ -220,9 +219,9 @@ class Compressor(ABC):
     def _checked(
         self, buffer: torch.Tensor, gradients: list[Gradient]
     ) -> Iterator[Collective]:
+        """The stages; what they leave in 16 bits is checked, too."""
         yield from self._stages(buffer, gradients)
         if buffer.element_size() == 2:
-            # What was finite on the wire may not be so in 16 bits.
             self._check(gradients, magnitude(buffer))
 
     def _average(
@@ -271,7 +270,7 @@ class Compressor(ABC):
         return torch.add(gradient.flat, in_memory_order(error), out=work)
 
     def _used(self, gradient: Gradient) -> torch.Tensor | None:
-        """Return what to multiply by what a gradient sends: 0, 1; None is 1.
+        """Return a factor of what a gradient sends: 0 or 1; None is 1.
 
         DDP gives no gradient to a parameter that no rank has used, whatever
         was sent for it: its error memory has to stay where it is.

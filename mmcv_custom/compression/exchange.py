@@ -91,14 +91,15 @@ class Exchange:
     :meth:`start` got them, which is the same on every rank. A bucket that
     comes early is left for the one before it; no thread ever waits.
 
+    Lanes need new groups, which all ranks of the world have to make: on a
+    part of the ranks the exchanges run one after the other instead.
+
     On an accelerator all collectives of a bucket are enqueued at once, on a
     stream of their own: the order is the host's, and the host waits for
     nothing. One stream, so that memory freed on it may be reused on it.
 
-    All ranks of the group have to construct it alike.
-
     Args:
-        group: The group of the DDP.
+        group: The group of the DDP. All its ranks make the exchange alike.
         device: Of its gradients.
         lanes: How many collectives a bucket has at most.
 
@@ -116,8 +117,11 @@ class Exchange:
         self._error: BaseException | None = None
         self._lanes = [_Lane(group)]
         self._stream = None
+        self._one_by_one = False
         if device.type == 'cuda':
             self._stream = torch.cuda.Stream(device)
+        elif lanes > 1 and group.size() < dist.get_world_size():
+            self._one_by_one = True
         else:
             self._lanes += [
                 _Lane(_same_ranks(group)) for _ in range(lanes - 1)
@@ -143,6 +147,8 @@ class Exchange:
             ) from self._error
         if self._stream is not None:
             return self._run_on_stream(stages, buffer)
+        if self._one_by_one:
+            return self._run(stages, buffer)
         bucket = _Bucket(self._count, stages, buffer, Future())
         self._count += 1
         self._advance(bucket, 0)
@@ -250,12 +256,17 @@ class Exchange:
         self, stages: Iterator[Collective], buffer: torch.Tensor
     ) -> Future:
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
-        done = Future(devices=[buffer.device])
         with torch.cuda.stream(self._stream):
-            for collective in stages:
-                for work in self._issue(collective, self.group):
-                    work.wait()  # makes the stream wait, not the host
-            done.set_result(buffer)
+            return self._run(stages, buffer)
+
+    def _run(
+        self, stages: Iterator[Collective], buffer: torch.Tensor
+    ) -> Future:
+        for collective in stages:
+            for work in self._issue(collective, self.group):
+                work.wait()  # on CUDA the stream waits, not the host
+        done = Future(devices=[buffer.device] if buffer.is_cuda else None)
+        done.set_result(buffer)
         return done
 
 
@@ -285,6 +296,4 @@ def _same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
         dist.get_process_group_ranks(group),
         timeout=backend.options._timeout,
         backend=backend.name(),
-        # The ranks outside do not take part in this call.
-        use_local_synchronization=True,
     )

@@ -7,7 +7,7 @@ import torch
 
 from .compressor import Compressor
 from .exchange import Collective, all_reduce
-from .gradient import Gradient, magnitude
+from .gradient import Gradient, chunks, magnitude
 
 __all__ = ['ScaledFP16']
 
@@ -57,31 +57,48 @@ class ScaledFP16(Compressor):
     def _stages(
         self, buffer: torch.Tensor, gradients: list[Gradient]
     ) -> Iterator[Collective]:
-        flats = [g.flat for g in gradients]
+        # Of 16 bits, a cast wrapper's bucket could not hold what is scaled.
+        values = buffer.to(torch.float32)
+        lengths = [g.flat.numel() for g in gradients]
+        flats = values.split(lengths)
         scales = self._scales(gradients)
         if scales is None:
-            yield all_reduce(buffer.div_(self.world_size))
+            yield all_reduce(values.div_(self.world_size))
             self._check(gradients, torch.stack([*map(magnitude, flats)]))
-            return
-        # Divided first, so that the sum cannot overflow by itself.
-        torch._foreach_mul_(flats, [s / self.world_size for s in scales])
-        wire = buffer.to(torch.float16)
-        yield all_reduce(wire)
-        unscale = [1 / s for s in scales]
-        parts = wire.split([len(flat) for flat in flats])
-        magnitudes = [magnitude(part).float() for part in parts]
-        torch._foreach_mul_(magnitudes, unscale)
-        self._check(gradients, torch.stack(magnitudes))
-        buffer.copy_(wire)
-        torch._foreach_mul_(flats, unscale)
+        else:
+            wire = torch.empty_like(values, dtype=torch.float16)
+            parts = [
+                (scale, list(zip(chunks(flat), chunks(part), strict=True)))
+                for scale, flat, part in zip(
+                    scales, flats, wire.split(lengths), strict=True
+                )
+            ]
+            # Divided first, so that the sum cannot overflow by itself.
+            for scale, pairs in parts:
+                for chunk, sent in pairs:
+                    sent.copy_(chunk.mul_(scale / self.world_size))
+            yield all_reduce(wire)
+            magnitudes = []
+            for scale, pairs in parts:
+                for chunk, sent in pairs:
+                    chunk.copy_(sent).mul_(1 / scale)
+                largest = [magnitude(chunk) for chunk, _ in pairs]
+                magnitudes.append(torch.stack(largest).amax())
+            self._check(gradients, torch.stack(magnitudes))
+        if values is not buffer:
+            buffer.copy_(values)
 
     def _scales(self, gradients: list[Gradient]) -> list[float] | None:
-        """Return a power of two per gradient; None without a history."""
+        """Return a power of two per gradient.
+
+        None if there is no history, or the scales or their inverses would
+        leave float32.
+        """
         last = [self.magnitudes.get(g.name) for g in gradients]
-        least = max(self.magnitudes.values(), default=0) * _MAX_SPREAD
-        if None in last or not least:
+        largest = max(self.magnitudes.values(), default=0)
+        if None in last or not 2.0**-100 < largest < 2.0**100:
             return None
-        return [_scale(max(magnitude, least)) for magnitude in last]
+        return [_scale(max(m, largest * _MAX_SPREAD)) for m in last]
 
     def _end_step(self, finite: bool) -> None:
         super()._end_step(finite)
@@ -106,6 +123,4 @@ class ScaledFP16(Compressor):
 
 def _scale(magnitude: float) -> float:
     """Return the power of two that takes a value to 2**6 .. 2**7."""
-    exponent = math.frexp(magnitude)[1]
-    # Neither the scale nor its inverse may leave float32.
-    return 2.0 ** (_TARGET_EXPONENT - min(max(exponent, -100), 100))
+    return 2.0 ** (_TARGET_EXPONENT - math.frexp(magnitude)[1])

@@ -5,13 +5,19 @@ from dataclasses import dataclass
 import torch
 
 __all__ = [
+    'CHUNK',
     'Gradient',
+    'chunks',
     'float32_like',
     'in_memory_order',
     'is_compressible',
     'magnitude',
     'split',
 ]
+
+# On CPU, so many elements (1 MiB of float32) are worked on at a time: they
+# stay in the cache from one operation to the next.
+CHUNK = 2**18
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,16 @@ def split(
     ]
 
 
+def chunks(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cut (numel,) into parts that stay in a CPU's cache."""
+    return values.split(CHUNK if values.device.type == 'cpu' else len(values))
+
+
 def is_compressible(buffer: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether a bucket has a wider type than 16 bits by its parameters."""
     # A cast wrapper hands over 16 bits as well, but for a wider parameter.
-    return buffer.is_floating_point() and (
+    # DDP hands over a complex bucket as pairs of real numbers.
+    return (buffer.is_floating_point() and not parameter.is_complex()) and (
         buffer.element_size() > 2 or parameter.dtype != buffer.dtype
     )
 

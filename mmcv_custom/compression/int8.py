@@ -191,7 +191,7 @@ class Int8(Compressor):
         device = gradient.flat.device
         # Not the global generator, and the same in every layout of buckets.
         generator = torch.Generator(device).manual_seed(
-            self._seed + crc32(text.encode())
+            (self._seed + crc32(text.encode())) % 2**63
         )
         return torch.rand(
             num_blocks, BLOCK, generator=generator, device=device

@@ -1,11 +1,12 @@
 """Low-rank approximation of gradient matrices."""
 
 from collections.abc import Iterator
+from typing import Any
 from zlib import crc32
 
 import torch
 
-from .basis import Basis, orthonormal
+from .basis import Basis, matrix_shape, orthonormal
 from .compressor import Compressor
 from .exchange import Collective, all_reduce
 from .gradient import Gradient, magnitude
@@ -107,10 +108,25 @@ class PowerSGD(Compressor):
             if self._feedback:
                 elements += 2 * parameter.numel()
             if self._warm_start and self._is_matrix(parameter):
-                shape = _shape(parameter)
+                shape = matrix_shape(parameter)
                 rank = min(self._rank, *shape)
                 elements += rank * (2 * max(shape) + sum(shape))
         return 4 * elements
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As in the base class."""
+        for name, vectors in state['tensors'].get('basis', {}).items():
+            if name not in self._parameters:
+                continue  # the base class says so
+            shape = matrix_shape(self._parameters[name])
+            side = shape[state['compressed_steps'] % 2 == 0]
+            expected = (min(self._rank, *shape), side)
+            if tuple(vectors.shape) != expected:
+                raise ValueError(
+                    f'the basis of {name!r} has the shape '
+                    f'{tuple(vectors.shape)}, not {expected}'
+                )
+        super().load_state_dict(state)
 
     def _stages(
         self, buffer: torch.Tensor, gradients: list[Gradient]
@@ -122,7 +138,7 @@ class PowerSGD(Compressor):
                 'start_iter to one'
             )
         bases = self._bases(gradients)
-        if self.step < self.start_iter or not bases or None in bases.values():
+        if self.step < self.start_iter or not bases or not self._all_known():
             yield from self._average(buffer, gradients)
             if self.step >= self.start_iter - 1:
                 self._find_bases(gradients)
@@ -161,18 +177,18 @@ class PowerSGD(Compressor):
             if basis is None:
                 gradient.flat.copy_(mean[slot])
             else:
-                _multiply(*basis.factors(mean[slot]), out=gradient.flat)
+                basis.reconstruct(mean[slot], out=gradient.flat)
                 self._keep_basis(gradient, basis, mean[slot])
 
     def _is_matrix(self, parameter: torch.Tensor) -> bool:
-        rows, columns = _shape(parameter)
+        rows, columns = matrix_shape(parameter)
         rank = min(self._rank, rows, columns)
         factors = rank * (rows + columns)
         # A vector is sent as it is, whatever the rate.
         return columns > 1 and rows * columns > self._min_rate * factors
 
-    def _bases(self, gradients: list[Gradient]) -> dict[str, 'Basis | None']:
-        """What each matrix is projected on; None if that is not known yet."""
+    def _bases(self, gradients: list[Gradient]) -> dict[str, Basis]:
+        """What each matrix is projected on, where that is known."""
         is_right = self.compressed_steps % 2 == 0
         bases = {}
         for gradient in gradients:
@@ -182,14 +198,25 @@ class PowerSGD(Compressor):
                 factor = self._memory.get('basis', gradient.name)
             else:
                 factor = self._random_factor(gradient, is_right, self.step)
-            bases[gradient.name] = (
-                factor
-                if factor is None
-                else Basis(
-                    factor, is_right, _shape(gradient.parameter), self._epsilon
+            if factor is not None:
+                bases[gradient.name] = Basis(
+                    factor,
+                    is_right,
+                    matrix_shape(gradient.parameter),
+                    self._epsilon,
                 )
-            )
         return bases
+
+    def _all_known(self) -> bool:
+        """Whether all matrices of the model have a basis.
+
+        All or none are compressed in a step, as they change sides together.
+        """
+        return not self._warm_start or all(
+            self._memory.get('basis', name) is not None
+            for name, parameter in self._parameters.items()
+            if self._is_matrix(parameter)
+        )
 
     def _find_bases(self, gradients: list[Gradient]) -> None:
         """Take the first bases from exact averages, equal on all ranks."""
@@ -197,7 +224,7 @@ class PowerSGD(Compressor):
         for gradient in gradients:
             if not self._warm_start or not self._is_matrix(gradient.parameter):
                 continue
-            shape = _shape(gradient.parameter)
+            shape = matrix_shape(gradient.parameter)
             # Copied, to be aligned alike in every layout of the buckets.
             mean = gradient.flat.to(torch.float32, copy=True).view(shape)
             basis = Basis(
@@ -213,11 +240,11 @@ class PowerSGD(Compressor):
     def _random_factor(
         self, gradient: Gradient, is_right: bool, use: object
     ) -> torch.Tensor:
-        side = _shape(gradient.parameter)[is_right]
-        rank = min(self._rank, *_shape(gradient.parameter))
+        side = matrix_shape(gradient.parameter)[is_right]
+        rank = min(self._rank, *matrix_shape(gradient.parameter))
         # Not the global generator, and the same in every layout of buckets.
         generator = torch.Generator().manual_seed(
-            self._seed + crc32(f'{gradient.name} {use}'.encode())
+            (self._seed + crc32(f'{gradient.name} {use}'.encode())) % 2**63
         )
         factor = torch.randn(side, rank, generator=generator)
         return orthonormal(factor.to(gradient.flat.device))
@@ -248,29 +275,6 @@ class PowerSGD(Compressor):
         if finite and self._compressed:
             self.compressed_steps += 1
         self._compressed = False
-
-
-def _multiply(
-    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor
-) -> None:
-    shape = (left.shape[0], right.shape[1])
-    if out.dtype == torch.float32:
-        torch.mm(left, right, out=out.view(shape))
-    else:
-        out.view(shape).copy_(left @ right)
-
-
-def _shape(parameter: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns as which the parameter's memory is read."""
-    sizes = [
-        (stride, size)
-        for size, stride in zip(
-            parameter.shape, parameter.stride(), strict=True
-        )
-        if size > 1
-    ]
-    rows = max(sizes)[1] if sizes else 1
-    return rows, parameter.numel() // rows
 
 
 def _slots(

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from mmengine.dist import (
     all_gather_object,
-    broadcast_object_list,
     get_rank,
     get_world_size,
-    is_main_process,
+    master_only,
 )
 
 from .builder import CommHook
@@ -36,21 +35,20 @@ def has_state(comm_hook: CommHook | None) -> bool:
 def save_hook_state(
     comm_hook: CommHook, checkpoint: Path, token: str
 ) -> dict[str, Any]:
-    """Write every rank's state, before the checkpoint itself is written.
+    """Write this rank's state. The file appears complete or not at all.
 
-    All ranks have to call this, and none returns before all have written. A
-    file appears complete or not at all.
+    It waits for no other rank: MMEngine's method to save a checkpoint may be
+    called by rank 0 alone. Then a part is missing, as after a crash, which
+    :func:`load_hook_state` notices.
 
     Args:
         comm_hook: With a state.
         checkpoint: The file that the checkpoint will be written to.
-        token: Tells this checkpoint from others of the same name.
+        token: Tells this checkpoint from others of the same name, alike on
+            all ranks.
 
     Returns:
         What the checkpoint has to hold for :func:`load_hook_state`.
-
-    Raises:
-        RuntimeError: On all ranks, if one could not write.
     """
     record = {
         'hook': comm_hook.name,
@@ -59,37 +57,20 @@ def save_hook_state(
     }
     path = _part(checkpoint, get_rank())
     unfinished = path.with_suffix('.tmp')
-    error = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(
-            {**record, 'state': comm_hook.instance.state_dict()}, unfinished
-        )
-        os.replace(unfinished, path)
-    except Exception as failure:
-        error = f'rank {get_rank()}: {failure!r}'
-    errors = [e for e in all_gather_object(error) if e is not None]
-    if errors:
-        raise RuntimeError(
-            'the state of the communication hook was not saved: '
-            + '; '.join(errors)
-        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(
+        {**record, 'state': comm_hook.instance.state_dict()}, unfinished
+    )
+    os.replace(unfinished, path)
     return record
 
 
+@master_only
 def remove_orphans(folder: Path) -> None:
-    """Remove the states whose checkpoint is gone. All ranks call this."""
-    orphans: list = [None]
-    if is_main_process():
-        orphans[0] = [
-            path.name
-            for path in folder.glob(f'*{_SUFFIX}')
-            if not path.with_name(path.name.removesuffix(_SUFFIX)).exists()
-        ]
-    broadcast_object_list(orphans)
-    # By every rank: their disks may be different ones.
-    for name in orphans[0]:
-        shutil.rmtree(folder / name, ignore_errors=True)
+    """Remove the states whose checkpoint is gone."""
+    for path in folder.glob(f'*{_SUFFIX}'):
+        if not path.with_name(path.name.removesuffix(_SUFFIX)).exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def load_hook_state(
@@ -107,10 +88,14 @@ def load_hook_state(
         None if the state is restored. Otherwise why it is not; then the
         counters are taken over where any rank found them, and the memory of
         all ranks starts empty.
+
+    Raises:
+        RuntimeError: On all ranks, if one could not take over a state, and
+            the hook has no ``load_counters()`` to start anew.
     """
     if record is None:
         return 'the checkpoint has none'
-    part, problem = None, None
+    instance, part, problem, counters = comm_hook.instance, None, None, None
     try:
         part = torch.load(
             _part(checkpoint, get_rank()),
@@ -118,23 +103,30 @@ def load_hook_state(
             weights_only=True,
         )
         problem = _difference(part, record, comm_hook)
-        if problem is None:
-            comm_hook.instance.load_state_dict(part['state'])
-    except Exception as failure:
-        problem = f'{type(failure).__name__}: {failure}'
-    problems = all_gather_object(problem)
-    if not any(problems):
-        return None
-    counters = [None]
-    if part is not None:
-        counters[0] = {
-            k: v for k, v in part['state'].items() if k != 'tensors'
-        }
-    counters = [c for c in all_gather_object(counters[0]) if c is not None]
-    if hasattr(comm_hook.instance, 'load_counters'):
-        comm_hook.instance.load_counters(counters[0] if counters else {})
-    rank = next(rank for rank, text in enumerate(problems) if text)
-    return f'{problems[rank]} (rank {rank})'
+        if isinstance(part['state'], dict):
+            counters = {
+                k: v for k, v in part['state'].items() if k != 'tensors'
+            }
+    except Exception as error:
+        problem = f'{type(error).__name__}: {error}'
+    found = all_gather_object((problem, counters))
+    if not any(problem for problem, _ in found):
+        try:
+            instance.load_state_dict(part['state'])
+        except Exception as error:
+            problem = f'{type(error).__name__}: {error}'
+        found = all_gather_object((problem, counters))
+        if not any(problem for problem, _ in found):
+            return None
+        if not hasattr(instance, 'load_counters'):
+            raise RuntimeError(
+                f'the state of {comm_hook.name} was not restored: '
+                + '; '.join(str(problem) for problem, _ in found)
+            )
+    if hasattr(instance, 'load_counters'):
+        instance.load_counters(next((c for _, c in found if c), {}))
+    rank = next(rank for rank, (problem, _) in enumerate(found) if problem)
+    return f'{found[rank][0]} (rank {rank})'
 
 
 def _part(checkpoint: Path, rank: int) -> Path:

@@ -111,10 +111,8 @@ class CommHookRunner(Runner):
         """Save a checkpoint, and before it each rank's hook state.
 
         ``CheckpointHook`` calls this on all ranks.
-
-        Raises:
-            RuntimeError: On all ranks, if one could not save.
         """
+        self.message_hub.runtime_info.pop(_STATE_RECORD, None)
         saves_state = has_state(self.comm_hook) and self._is_local(out_dir)
         if saves_state:
             record = save_hook_state(
@@ -137,6 +135,8 @@ class CommHookRunner(Runner):
         problem = None
         if has_state(self.comm_hook):
             problem = load_hook_state(self.comm_hook, Path(filename), record)
+        elif record is not None and self.world_size == 1:
+            problem = 'a single process exchanges no gradients'
         elif record is not None:
             problem = f'{record["hook"]} is not the hook of this run'
         if problem is not None:

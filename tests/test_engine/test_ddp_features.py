@@ -7,6 +7,9 @@ import torch
 import torch.distributed as dist
 from mmengine.dataset import DefaultSampler
 from mmengine.hooks import Hook
+from mmengine.model import MMDistributedDataParallel
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.registry import MODEL_WRAPPERS
 from torch.nn.parallel import DistributedDataParallel
 
 from mmcv_custom.compression import Int8, PowerSGD, ScaledFP16
@@ -281,3 +284,107 @@ def use_before_bind(rank):
 
 def test_compressor_that_was_not_bound():
     assert run_ranks(use_before_bind) == [2, 2]
+
+
+class TwoOptimizersDDP(MMDistributedDataParallel):
+    """One backward pass, then a step of each optimizer."""
+
+    calls = 0
+
+    def train_step(self, data, optim_wrapper):
+        loss = self(**data)['loss']
+        self.calls += 1
+        if self.calls == 3 and dist.get_rank() == 1:
+            loss = loss * float('inf')
+        for wrapper in optim_wrapper.values():
+            wrapper.zero_grad()
+        loss.backward()
+        for wrapper in optim_wrapper.values():
+            wrapper.step()
+        return {'loss': loss}
+
+
+def train_with_two_optimizers(rank, work_dir, hook):
+    MODEL_WRAPPERS.register_module(module=TwoOptimizersDDP, force=True)
+    model = ToyModel()
+    wrappers = {
+        name: OptimWrapper(torch.optim.SGD(layer.parameters(), lr=0.1))
+        for name, layer in (
+            ('first', model.layers[0]),
+            ('others', model.layers[1:]),
+        )
+    }
+    runner = make_runner(
+        work_dir,
+        hook,
+        6,
+        model=model,
+        optim_wrapper=OptimWrapperDict(**wrappers),
+        model_wrapper_cfg={'type': 'TwoOptimizersDDP'},
+    )
+    runner.train()
+    return (
+        [p.detach().clone() for p in model.parameters()],
+        runner.comm_hook.instance.skipped_steps,
+        log_of(runner),
+    )
+
+
+@pytest.mark.parametrize('hook', ['fp16_scaled', 'int8', POWERSGD], ids=str)
+def test_two_optimizers(tmp_path, hook):
+    """Both leave out the step that overflowed, where the runner does."""
+    for parameters, skipped, log in run_ranks(
+        train_with_two_optimizers, tmp_path, hook
+    ):
+        assert skipped == 1
+        if hook == 'fp16_scaled':
+            assert all(p.isfinite().all() for p in parameters)
+            assert 'the step is left out' in log
+
+
+def resume_without_scaler(rank, work_dir, hook):
+    use_amp_on_cpu()
+    amp = {
+        'type': 'AmpOptimWrapper',
+        'dtype': 'bfloat16',
+        'loss_scale': {'init_scale': 2.0**16},
+        'optimizer': SGD,
+    }
+    make_runner(work_dir, hook, 4, optim_wrapper=amp).train()
+    plain = make_runner(
+        work_dir, hook, 8, resume=True, optim_wrapper={'optimizer': SGD}
+    )
+    plain.train()
+    with_amp = make_runner(
+        work_dir,
+        hook,
+        12,
+        optim_wrapper={**amp, 'optimizer': SGD},
+        resume=True,
+    )
+    with_amp.train()
+    return [
+        max(p.abs().max().item() for p in runner.model.parameters())
+        for runner in (plain, with_amp)
+    ], [
+        max(e.abs().max().item() for e in errors.values())
+        for runner in (plain, with_amp)
+        for errors in [
+            runner.comm_hook.instance.state_dict()['tensors']['error']
+        ]
+    ]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.amp, 'GradScaler'), reason='torch 2.1 has no CPU scaler'
+)
+@pytest.mark.parametrize(
+    'hook', [POWERSGD, {'type': 'int8', 'use_error_feedback': True}], ids=str
+)
+def test_scaler_comes_and_goes_with_a_resume(tmp_path, hook):
+    """The error memory changes its units with it."""
+    for parameters, errors in run_ranks(resume_without_scaler, tmp_path, hook):
+        assert max(parameters) < 1
+        without, scaled = errors
+        assert without < 1
+        assert scaled > 2**8 * without

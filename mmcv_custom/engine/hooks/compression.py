@@ -1,10 +1,9 @@
 """What a compressor needs to know of the training, and tells about itself."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from mmengine.hooks import Hook
-from mmengine.optim import OptimWrapper
+from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import HOOKS
 
 from ...compression import Compressor, PowerSGD, ScaledFP16
@@ -29,11 +28,12 @@ class CompressionHook(Hook):
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
         self._said_start = False
+        self._skipped_before = 0
         self._handles = []
 
     def before_train(self, runner) -> None:
         """Log memory and start; raise ValueError without a warm-up to end."""
-        optim_wrappers = list(_optim_wrappers(runner))
+        optim_wrappers = _optim_wrappers(runner)
         runner.logger.info(
             'Gradient compression keeps '
             f'{self.compressor.memory_bytes() / 2**20:.1f} MiB per process'
@@ -52,6 +52,9 @@ class CompressionHook(Hook):
     ) -> None:
         """Convert the error memory to the loss scale of this iteration."""
         self._follow_loss_scale(runner)
+        if self._handles:
+            self.compressor.settle()
+            self._skipped_before = self.compressor.skipped_steps
 
     def after_train_iter(
         self,
@@ -102,14 +105,17 @@ class CompressionHook(Hook):
     def _follow_loss_scale(self, runner) -> None:
         for wrapper in _optim_wrappers(runner):
             if hasattr(wrapper, 'loss_scaler'):
-                self.compressor.follow_loss_scale(
-                    wrapper.loss_scaler.get_scale()
-                )
-                return
+                scale = wrapper.loss_scaler.get_scale()
+                break
+        else:
+            scale = 1.0  # the memory may come from a training with a scaler
+        self.compressor.follow_loss_scale(scale)
 
     def _leave_out_overflows(self, runner, optimizer) -> None:
         def leave_out(optimizer, args, kwargs):
-            if self.compressor.settle():
+            # There may be several backward passes, and several optimizers.
+            self.compressor.settle()
+            if self.compressor.skipped_steps == self._skipped_before:
                 return
             runner.logger.warning(
                 'Gradients are not finite at iteration '
@@ -122,8 +128,7 @@ class CompressionHook(Hook):
         self._handles.append(optimizer.register_step_pre_hook(leave_out))
 
 
-def _optim_wrappers(runner) -> Iterator[OptimWrapper]:
-    if isinstance(runner.optim_wrapper, OptimWrapper):
-        yield runner.optim_wrapper
-    else:
-        yield from runner.optim_wrapper.values()
+def _optim_wrappers(runner) -> list[OptimWrapper]:
+    if isinstance(runner.optim_wrapper, OptimWrapperDict):
+        return [*runner.optim_wrapper.values()]
+    return [runner.optim_wrapper]

@@ -1,6 +1,7 @@
 """Checks of a wrapped model that has gone through the start of a training."""
 
 from mmengine.hooks import Hook
+from mmengine.optim import OptimWrapperDict
 from mmengine.registry import HOOKS
 from torch import nn
 
@@ -34,14 +35,17 @@ class WrappedModelHook(Hook):
                     f'{parameter.dtype} now; cast it before, as the dtype of '
                     'the backbone in the config does'
                 )
-        optim_wrapper = runner.optim_wrapper
+        wrappers = runner.optim_wrapper
+        if not isinstance(wrappers, OptimWrapperDict):
+            wrappers = {'': wrappers}
+        accumulated = max(w._accumulative_counts for w in wrappers.values())
         if (
             getattr(runner.model, 'find_unused_parameters', False)
-            and getattr(optim_wrapper, '_accumulative_counts', 1) > 1
+            and accumulated > 1
         ):
             runner.logger.warning(
                 'find_unused_parameters=True with accumulative_counts='
-                f'{optim_wrapper._accumulative_counts}: DDP exchanges only '
+                f'{accumulated}: DDP exchanges only '
                 'what the last of the accumulated iterations has used '
                 '(pytorch#69031)'
             )

@@ -1,0 +1,119 @@
+"""Parameters and groups that are out of the ordinary."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from mmcv_custom.contract import adapt_hook
+from mmcv_custom.ddp_hooks import fp16_compress_wrapper
+from tests.ranks import run_ranks
+from tests.test_compression.helpers import METHODS
+
+KNOBS = {
+    'powersgd': {'start_powerSGD_iter': 2, 'min_compression_rate': 0.5},
+    'int8': {'use_error_feedback': True},
+    'fp16_scaled': {},
+}
+
+
+class Odd(torch.nn.Module):
+    """Parameters whose gradient is a number, 1 + rank."""
+
+    def __init__(self, *parameters):
+        super().__init__()
+        self.leaves = torch.nn.ParameterList(parameters)
+
+    def forward(self, factor):
+        return sum((p.real * factor).sum().float() for p in self.leaves)
+
+
+PARAMETERS = {
+    'complex': lambda: [torch.zeros(30, 20, dtype=torch.complex64)],
+    'complex and real': lambda: [
+        torch.zeros(3, 2, dtype=torch.complex64),
+        torch.zeros(20, 30),
+    ],
+    'scalar': lambda: [torch.zeros(())],
+    'float64': lambda: [torch.zeros(20, 30, dtype=torch.float64)],
+    'zero size alone': lambda: [
+        torch.zeros(20, 30),
+        torch.zeros(0, 4, dtype=torch.float64),
+    ],
+    'transposed': lambda: [torch.zeros(30, 20).t()],
+}
+
+
+def average_odd(rank, name, kind, wrapped):
+    ddp = DistributedDataParallel(Odd(*PARAMETERS[kind]()))
+    hook = METHODS[name](**KNOBS[name]).bind(ddp)
+    if wrapped:
+        hook = fp16_compress_wrapper(hook)
+    ddp.register_comm_hook(None, adapt_hook(hook))
+    for _ in range(5):
+        ddp.zero_grad()
+        ddp(1.0 + rank).backward()
+    return [p.grad for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize('wrapped', [False, True])
+@pytest.mark.parametrize('kind', PARAMETERS)
+@pytest.mark.parametrize('name', METHODS)
+def test_odd_parameters(name, kind, wrapped):
+    """A constant is of rank one, and one step of int8: all are near 1.5."""
+    for gradients in run_ranks(average_odd, name, kind, wrapped):
+        for gradient in gradients:
+            assert (
+                (gradient - 1.5).abs().max().item() <= 1.5 * 2**-9
+                if (gradient.numel())
+                else True
+            )
+
+
+def average_small_values(rank, scale):
+    ddp = DistributedDataParallel(Odd(torch.zeros(20, 30)))
+    compressor = METHODS['fp16_scaled']().bind(ddp)
+    hook = fp16_compress_wrapper(compressor)
+    ddp.register_comm_hook(None, adapt_hook(hook))
+    for _ in range(6):
+        ddp.zero_grad()
+        ddp(scale * (1 + rank)).backward()
+    return ddp.module.leaves[0].grad, compressor.settle(), compressor.overflows
+
+
+@pytest.mark.parametrize('scale', [1e-3, 1e-6, 1.0, 1e4])
+def test_scales_beyond_float16_in_a_float16_bucket(scale):
+    for gradient, finite, overflows in run_ranks(average_small_values, scale):
+        assert finite
+        assert overflows == 0
+        bound = 1.5 * scale * 2**-9 + 2**-24
+        assert (gradient - 1.5 * scale).abs().max() <= bound
+
+
+def average_in_overlapping_groups(rank, name):
+    """Ranks 0 and 1, then 1 and 2; a rank outside makes no call."""
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    results = []
+    for first, group in enumerate(groups):
+        if rank not in (first, first + 1):
+            continue
+        ddp = DistributedDataParallel(
+            Odd(torch.zeros(20, 30)), process_group=group
+        )
+        hook = METHODS[name](**KNOBS[name]).bind(ddp)
+        ddp.register_comm_hook(None, adapt_hook(hook))
+        for _ in range(4):
+            ddp.zero_grad()
+            ddp(1.0 + rank).backward()
+        results.append(ddp.module.leaves[0].grad.mean().item())
+    return results
+
+
+@pytest.mark.parametrize('name', METHODS)
+def test_groups_of_some_ranks(name):
+    first, second, third = run_ranks(
+        average_in_overlapping_groups, name, world_size=3
+    )
+    assert first == pytest.approx([1.5], rel=2**-9)
+    assert second == pytest.approx([1.5, 2.5], rel=2**-9)
+    assert third == pytest.approx([2.5], rel=2**-9)
