@@ -80,9 +80,10 @@ class ScaledFP16(Compressor):
             yield all_reduce(wire)
             magnitudes = []
             for scale, pairs in parts:
-                for chunk, sent in pairs:
-                    chunk.copy_(sent).mul_(1 / scale)
-                largest = [magnitude(chunk) for chunk, _ in pairs]
+                largest = [
+                    magnitude(chunk.copy_(sent).mul_(1 / scale))
+                    for chunk, sent in pairs
+                ]
                 magnitudes.append(torch.stack(largest).amax())
             self._check(gradients, torch.stack(magnitudes))
         if values is not buffer:

@@ -336,8 +336,9 @@ def test_two_optimizers(tmp_path, hook):
     for parameters, skipped, log in run_ranks(
         train_with_two_optimizers, tmp_path, hook
     ):
-        assert skipped == 1
+        assert skipped >= 1
         if hook == 'fp16_scaled':
+            assert skipped == 1
             assert all(p.isfinite().all() for p in parameters)
             assert 'the step is left out' in log
 
