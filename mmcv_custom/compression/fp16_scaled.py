@@ -97,7 +97,7 @@ class ScaledFP16(Compressor):
         """
         last = [self.magnitudes.get(g.name) for g in gradients]
         largest = max(self.magnitudes.values(), default=0)
-        if None in last or not 2.0**-100 < largest < 2.0**100:
+        if None in last or not 2.0**-110 < largest < 2.0**120:
             return None
         return [_scale(max(m, largest * _MAX_SPREAD)) for m in last]
 
