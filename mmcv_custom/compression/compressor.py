@@ -61,13 +61,15 @@ class Compressor(ABC):
         self._names: dict[int, str] = {}
         self._some_unused = False
         self._seen: set[int] = set()
-        self._checks: list[tuple[list[Gradient], HostCopy]] = []
+        self._checks: list[tuple[list[str], HostCopy]] = []
 
     def bind(self, ddp: DistributedDataParallel) -> 'Compressor':
-        """Take the process group and the parameters of a wrapped model.
+        """Take the process group and the parameters of a wrapped model, once.
 
         All ranks of its group have to call this alike; returns itself.
         """
+        if self._exchange is not None:
+            raise RuntimeError(f'{type(self).__name__} is bound already')
         self._parameters = {
             name: parameter
             for name, parameter in ddp.module.named_parameters()
@@ -92,8 +94,7 @@ class Compressor(ABC):
         """
         if self._exchange is None:
             raise RuntimeError(
-                f'{type(self).__name__} does not know the model yet: call '
-                'bind(ddp) before it is registered'
+                f'{type(self).__name__}: call bind(ddp) before registering'
             )
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if not self._seen.isdisjoint(map(id, parameters)):
@@ -235,7 +236,9 @@ class Compressor(ABC):
         self, gradients: list[Gradient], magnitudes: torch.Tensor
     ) -> None:
         """Note reduced values; the step counts if all of them are finite."""
-        self._checks.append((gradients, HostCopy(magnitudes)))
+        # Not the gradients: they would keep a wrapper's copy of the bucket.
+        names = [gradient.name for gradient in gradients]
+        self._checks.append((names, HostCopy(magnitudes)))
 
     def _end_step(self, finite: bool) -> None:
         self._memory.settle(finite)
@@ -284,10 +287,7 @@ class Compressor(ABC):
     ) -> torch.Tensor:
         """Copy a loaded tensor to the device, in the parameter's layout."""
         if name not in self._parameters:
-            raise ValueError(
-                f'the state is of another model: it has no trained parameter '
-                f'{name!r}'
-            )
+            raise ValueError(f'the state is of another model: {name!r}')
         parameter = self._parameters[name]
         if kind != 'error':
             return tensor.to(parameter.device, copy=True)

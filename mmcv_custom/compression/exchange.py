@@ -91,8 +91,8 @@ class Exchange:
     :meth:`start` got them, which is the same on every rank. A bucket that
     comes early is left for the one before it; no thread ever waits.
 
-    Lanes need new groups, which all ranks of the world have to make: on a
-    part of the ranks the exchanges run one after the other instead.
+    Lanes are new groups, which need all ranks of the world: on a part of
+    them the exchanges run one after the other instead.
 
     On an accelerator all collectives of a bucket are enqueued at once, on a
     stream of their own: the order is the host's, and the host waits for
@@ -138,13 +138,10 @@ class Exchange:
             buffer: What the future yields when ``stages`` has ended.
 
         Raises:
-            RuntimeError: If an earlier exchange failed: the order of the
-                ranks is lost then.
+            RuntimeError: If an earlier one failed: the order is lost then.
         """
         if self._error is not None:
-            raise RuntimeError(
-                'an earlier gradient exchange failed'
-            ) from self._error
+            raise RuntimeError('an earlier exchange failed') from self._error
         if self._stream is not None:
             return self._run_on_stream(stages, buffer)
         if self._one_by_one:
@@ -262,9 +259,13 @@ class Exchange:
     def _run(
         self, stages: Iterator[Collective], buffer: torch.Tensor
     ) -> Future:
-        for collective in stages:
-            for work in self._issue(collective, self.group):
-                work.wait()  # on CUDA the stream waits, not the host
+        try:
+            for collective in stages:
+                for work in self._issue(collective, self.group):
+                    work.wait()  # on CUDA the stream waits, not the host
+        except BaseException as error:
+            self._error = error
+            raise
         done = Future(devices=[buffer.device] if buffer.is_cuda else None)
         done.set_result(buffer)
         return done

@@ -28,7 +28,7 @@ class ScaledFP16(Compressor):
 
     The scale of a parameter comes from the averages of the steps before,
     which all ranks share, so no rank has to tell it. Until a parameter has
-    had a gradient, its bucket is averaged without compression.
+    been in a finite step, its bucket is averaged without compression.
 
     An overflow leaves Inf or NaN in the gradients of that step on all ranks.
     It is counted, and the bucket's scales are forgotten: the next step sends
@@ -103,11 +103,10 @@ class ScaledFP16(Compressor):
 
     def _end_step(self, finite: bool) -> None:
         super()._end_step(finite)
-        for gradients, check in self._checks:
+        for names, check in self._checks:
             magnitudes = check.read()
-            if not magnitudes.dim():  # of a bucket that is never compressed
+            if not magnitudes.dim():  # of a whole bucket: not for scales
                 continue
-            names = [g.name for g in gradients]
             if not torch.isfinite(magnitudes).all():
                 forgotten = [self.magnitudes.pop(n, None) for n in names]
                 self.overflows += None not in forgotten

@@ -99,6 +99,7 @@ class PowerSGD(Compressor):
         self._epsilon = orthogonalization_epsilon
         self._seed = random_seed
         self._compressed = False
+        self._known, self._known_since = False, -1
         self._random_parts: dict[tuple[str, bool], torch.Tensor] = {}
 
     def memory_bytes(self) -> int:
@@ -115,6 +116,8 @@ class PowerSGD(Compressor):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As in the base class."""
+        if state.get('type') != type(self).__name__:
+            super().load_state_dict(state)  # raises
         for name, vectors in state['tensors'].get('basis', {}).items():
             if name not in self._parameters:
                 continue  # the base class says so
@@ -137,8 +140,9 @@ class PowerSGD(Compressor):
                 'knows the schedule; give a number of steps, or set '
                 'start_iter to one'
             )
-        bases = self._bases(gradients)
-        if self.step < self.start_iter or not bases or not self._all_known():
+        exact = self.step < self.start_iter or not self._all_known()
+        bases = {} if exact else self._bases(gradients)
+        if not bases:
             yield from self._average(buffer, gradients)
             if self.step >= self.start_iter - 1:
                 self._find_bases(gradients)
@@ -208,15 +212,15 @@ class PowerSGD(Compressor):
         return bases
 
     def _all_known(self) -> bool:
-        """Whether all matrices of the model have a basis.
-
-        All or none are compressed in a step, as they change sides together.
-        """
-        return not self._warm_start or all(
-            self._memory.get('basis', name) is not None
-            for name, parameter in self._parameters.items()
-            if self._is_matrix(parameter)
-        )
+        """Whether all matrices have a basis; they change sides together."""
+        if self._known_since != self.step:  # once a step
+            self._known_since = self.step
+            self._known = not self._warm_start or all(
+                self._memory.get('basis', name) is not None
+                for name, parameter in self._parameters.items()
+                if self._is_matrix(parameter)
+            )
+        return self._known
 
     def _find_bases(self, gradients: list[Gradient]) -> None:
         """Take the first bases from exact averages, equal on all ranks."""

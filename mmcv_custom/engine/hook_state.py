@@ -66,11 +66,16 @@ def save_hook_state(
 
 
 @master_only
-def remove_orphans(folder: Path) -> None:
-    """Remove the states whose checkpoint is gone."""
-    for path in folder.glob(f'*{_SUFFIX}'):
-        if not path.with_name(path.name.removesuffix(_SUFFIX)).exists():
-            shutil.rmtree(path, ignore_errors=True)
+def remove_orphans(checkpoints: set[Path]) -> None:
+    """Remove the states of those checkpoints that are gone.
+
+    Args:
+        checkpoints: That have been complete; the gone ones are taken out.
+            Others may not be there yet, while a rank has written its part.
+    """
+    for checkpoint in [path for path in checkpoints if not path.exists()]:
+        checkpoints.remove(checkpoint)
+        shutil.rmtree(_part(checkpoint, 0).parent, ignore_errors=True)
 
 
 def load_hook_state(
@@ -103,7 +108,9 @@ def load_hook_state(
             weights_only=True,
         )
         problem = _difference(part, record, comm_hook)
-        if isinstance(part['state'], dict):
+        if part['token'] == record['token'] and isinstance(
+            part['state'], dict
+        ):
             counters = {
                 k: v for k, v in part['state'].items() if k != 'tensors'
             }
@@ -121,7 +128,11 @@ def load_hook_state(
         if not hasattr(instance, 'load_counters'):
             raise RuntimeError(
                 f'the state of {comm_hook.name} was not restored: '
-                + '; '.join(str(problem) for problem, _ in found)
+                + '; '.join(
+                    f'{problem} (rank {rank})'
+                    for rank, (problem, _) in enumerate(found)
+                    if problem
+                )
             )
     if hasattr(instance, 'load_counters'):
         instance.load_counters(next((c for _, c in found if c), {}))

@@ -58,6 +58,11 @@ class CommHookRunner(Runner):
 
     comm_hook: CommHook | None = None
 
+    def __init__(self, *args, **kwargs) -> None:
+        # Checkpoints that have a hook state, also those of an earlier run.
+        self._saved_states: set[Path] = set()
+        super().__init__(*args, **kwargs)
+
     def setup_env(self, env_cfg: dict) -> None:
         """Check the key and start the process group, before all else."""
         build_comm_hook(self._hook_cfg)
@@ -123,7 +128,8 @@ class CommHookRunner(Runner):
             self.message_hub.update_info(_STATE_RECORD, record)
         super().save_checkpoint(out_dir, filename, *args, **kwargs)
         if saves_state:
-            remove_orphans(Path(out_dir))
+            self._saved_states.add(Path(out_dir, filename))
+            remove_orphans(self._saved_states)
 
     def resume(self, filename: str, *args, **kwargs) -> None:
         """Resume from a checkpoint, and each rank's hook state with it."""

@@ -11,7 +11,16 @@ from mmengine.runner import Runner
 __all__ = ['overruled_settings', 'schedule_settings', 'warmup_end']
 
 # What a schedule's state holds besides its settings.
-_PROGRESS = ('last_step', '_global_step', '_last_value', 'base_values')
+_PROGRESS = (
+    'last_step',
+    '_global_step',
+    '_last_value',
+    'base_values',
+    # of ReduceOnPlateau
+    'best',
+    'num_bad_epochs',
+    'cooldown_counter',
+)
 
 
 def warmup_end(runner: Runner) -> int | None:
@@ -22,6 +31,8 @@ def warmup_end(runner: Runner) -> int | None:
     """
     ends = []
     for scheduler in _schedulers(runner):
+        if scheduler.param_name != 'lr':
+            continue
         if isinstance(scheduler, LinearParamScheduler):
             warms_up = scheduler.start_factor < scheduler.end_factor
         else:
@@ -40,6 +51,7 @@ def schedule_settings(runner: Runner) -> dict[str, object]:
     return {
         f'param_scheduler[{i}].{name}': value
         for i, scheduler in enumerate(_schedulers(runner))
+        if hasattr(scheduler, 'state_dict')  # else not built yet
         for name, value in scheduler.state_dict().items()
         if name not in _PROGRESS
     }
@@ -58,7 +70,7 @@ def overruled_settings(
         f'{name} is {value!r} as in the checkpoint, not '
         f'{settings.get(name)!r} as in the config'
         for name, value in schedule_settings(runner).items()
-        if settings.get(name) != value
+        if settings.get(name, value) != value
     ]
     planned = runner.message_hub.runtime_info.get('max_iters')
     if planned not in (None, runner.max_iters):
@@ -71,6 +83,8 @@ def overruled_settings(
 
 def _schedulers(runner: Runner) -> list:
     schedulers = runner.param_schedulers or []
+    if isinstance(schedulers, dict) and 'type' in schedulers:
+        return []  # not built yet
     if isinstance(schedulers, dict):  # of several optimizers
         return [*chain(*schedulers.values())]
     return schedulers

@@ -87,7 +87,8 @@ def run_serially():
 
     def start_and_wait(self, stages, buffer):
         for collective in stages:
-            collective.issue(self.group).wait()
+            for work in collective.issue(self.group):
+                work.wait()
         done = Future()
         done.set_result(buffer)
         return done

@@ -9,7 +9,7 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 
 from mmcv_custom.engine.hook_state import load_hook_state
-from tests.ranks import run_ranks
+from tests.ranks import gloo_reduces, run_ranks
 from tests.test_engine.test_runner import OwnDDP
 from tests.test_engine.toy_runner import (
     ToyModel,
@@ -166,6 +166,8 @@ CASES = [
 @pytest.mark.parametrize(('name', 'feature'), CASES)
 def test_resume_equals_the_straight_run(tmp_path, name, feature):
     """Six iterations, and the ranks are killed after the first three."""
+    if feature == 'mixed dtypes' and not gloo_reduces(torch.bfloat16):
+        pytest.skip("gloo of this torch, and DDP's start, lack bfloat16")
     hook, k = HOOKS[name], 4 if feature == 'accumulation' else 3
     straight = run_ranks(train_all_and_half, tmp_path, hook, k, feature)
     for rank in range(2):
