@@ -102,7 +102,7 @@ class Compressor(ABC):
         self._seen.update(map(id, parameters))
         if not buffer.numel():
             stages = iter(())
-        elif is_compressible(buffer, parameters[0]):
+        elif is_compressible(parameters[0]):
             gradients = split(buffer, parameters, self._names)
             stages = self._checked(buffer, gradients)
         else:

@@ -61,13 +61,12 @@ def chunks(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return values.split(CHUNK if values.device.type == 'cpu' else len(values))
 
 
-def is_compressible(buffer: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a bucket has a wider type than 16 bits by its parameters."""
-    # A cast wrapper hands over 16 bits as well, but for a wider parameter.
-    # DDP hands over a complex bucket as pairs of real numbers.
-    return (buffer.is_floating_point() and not parameter.is_complex()) and (
-        buffer.element_size() > 2 or parameter.dtype != buffer.dtype
-    )
+def is_compressible(parameter: torch.Tensor) -> bool:
+    """Whether a parameter's gradients are real and wider than 16 bits.
+
+    Not the bucket's dtype: a cast wrapper hands over 16 bits of them.
+    """
+    return parameter.is_floating_point() and parameter.element_size() > 2
 
 
 def float32_like(parameter: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from .blocks import (
 )
 from .compressor import Compressor
 from .exchange import Collective, all_gather, all_to_all
-from .gradient import Gradient, magnitude
+from .gradient import Gradient, is_compressible, magnitude
 from .knobs import check_knob
 
 __all__ = ['Int8']
@@ -84,7 +84,8 @@ class Int8(Compressor):
         """Two generations of the error memory."""
         if not self._feedback:
             return 0
-        return 2 * 4 * sum(p.numel() for p in self._parameters.values())
+        wide = filter(is_compressible, self._parameters.values())
+        return 2 * 4 * sum(parameter.numel() for parameter in wide)
 
     def _stages(
         self, buffer: torch.Tensor, gradients: list[Gradient]

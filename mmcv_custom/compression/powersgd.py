@@ -9,7 +9,7 @@ import torch
 from .basis import Basis, matrix_shape, orthonormal
 from .compressor import Compressor
 from .exchange import Collective, all_reduce
-from .gradient import Gradient, magnitude
+from .gradient import Gradient, is_compressible, magnitude
 from .knobs import check_knob
 
 __all__ = ['WARMUP_END', 'PowerSGD']
@@ -106,7 +106,7 @@ class PowerSGD(Compressor):
         """Error memory and larger factors, twice, and both random ones."""
         elements = 0
         for parameter in self._parameters.values():
-            if self._feedback:
+            if self._feedback and is_compressible(parameter):
                 elements += 2 * parameter.numel()
             if self._warm_start and self._is_matrix(parameter):
                 shape = matrix_shape(parameter)
@@ -185,6 +185,8 @@ class PowerSGD(Compressor):
                 self._keep_basis(gradient, basis, mean[slot])
 
     def _is_matrix(self, parameter: torch.Tensor) -> bool:
+        if not is_compressible(parameter):
+            return False
         rows, columns = matrix_shape(parameter)
         rank = min(self._rank, rows, columns)
         factors = rank * (rows + columns)
