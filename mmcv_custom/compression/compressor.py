@@ -46,8 +46,8 @@ class Compressor(ABC):
 
     # How many collectives a bucket has at most, one after the other.
     lanes = 1
-    # The kinds of tensors in the memory that are in units of the gradient.
-    _kinds_in_gradient_units: tuple[str, ...] = ()
+    # Whether there is an error memory.
+    _feedback = False
     # The attributes that are saved beside the tensors.
     _counters: tuple[str, ...] = ('step', 'skipped_steps', 'loss_scale')
 
@@ -248,17 +248,15 @@ class Compressor(ABC):
             self.skipped_steps += 1
 
     def _convert_units(self, factor: float) -> None:
-        self._memory.scale(
-            dict.fromkeys(self._kinds_in_gradient_units, factor)
-        )
+        self._memory.scale('error', factor)
 
-    def _with_error(self, gradient: Gradient, feedback: bool) -> torch.Tensor:
+    def _with_error(self, gradient: Gradient) -> torch.Tensor:
         """Return gradient plus error memory, (numel,) float32, to work on.
 
         With feedback it is the next step's error memory: what the method
         sends has to be subtracted from it.
         """
-        if not feedback:
+        if not self._feedback:
             return gradient.flat.to(torch.float32, copy=True)
         error = self._memory.get('error', gradient.name)
         work = in_memory_order(
@@ -278,7 +276,7 @@ class Compressor(ABC):
         DDP gives no gradient to a parameter that no rank has used, whatever
         was sent for it: its error memory has to stay where it is.
         """
-        if not self._some_unused:
+        if not (self._some_unused and self._feedback):
             return None
         return magnitude(gradient.flat) != 0
 

@@ -53,7 +53,6 @@ class Int8(Compressor):
     """
 
     lanes = 2
-    _kinds_in_gradient_units = ('error',)
 
     def __init__(
         self,
@@ -160,7 +159,7 @@ class Int8(Compressor):
 
     def _input(self, gradient: Gradient) -> torch.Tensor:
         if self._feedback:
-            return self._with_error(gradient, True)
+            return self._with_error(gradient)
         return gradient.flat.to(torch.float32)
 
     def _keep_roundings(

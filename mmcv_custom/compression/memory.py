@@ -76,11 +76,11 @@ class StepMemory:
                 self._spare[key] = disused
         self._next = {}
 
-    def scale(self, factors: dict[str, float]) -> None:
-        """Multiply all tensors of some kinds in place."""
-        for (kind, _), tensor in self._current.items():
-            if kind in factors:
-                tensor.mul_(factors[kind])
+    def scale(self, kind: str, factor: float) -> None:
+        """Multiply all tensors of a kind in place."""
+        for (other, _), tensor in self._current.items():
+            if other == kind:
+                tensor.mul_(factor)
 
     def clear(self) -> None:
         """Forget everything."""

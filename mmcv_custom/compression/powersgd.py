@@ -62,7 +62,6 @@ class PowerSGD(Compressor):
         TypeError, ValueError: For a knob of another type or out of range.
     """
 
-    _kinds_in_gradient_units = ('error',)
     _counters = (*Compressor._counters, 'compressed_steps')
 
     def __init__(
@@ -152,7 +151,7 @@ class PowerSGD(Compressor):
         packed = buffer.new_zeros(total, dtype=torch.float32)
         inputs = []
         for gradient, slot in zip(gradients, slots, strict=True):
-            matrix = self._with_error(gradient, self._feedback)
+            matrix = self._with_error(gradient)
             basis = bases.get(gradient.name)
             if basis is None:
                 packed[slot] = matrix
