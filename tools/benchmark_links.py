@@ -188,10 +188,10 @@ class Method:
 
     def compute_seconds(self):
         """Of the compressor, in one step."""
-        exchange = self.compressor._exchange
-        self.compressor._exchange = clock = Clock(exchange.group)
+        exchange = self.compressor._pipeline
+        self.compressor._pipeline = clock = Clock(exchange.group)
         self.step()
-        self.compressor._exchange = exchange
+        self.compressor._pipeline = exchange
         return clock.seconds
 
 

@@ -70,14 +70,19 @@ def make_plan(
     ends = [0, *accumulate(counts)]
     owner = torch.cat(
         [
-            torch.arange(first, first + count) % size
+            torch.arange(first, first + count, device='cpu') % size
             for first, count in zip(first_blocks, counts, strict=True)
         ]
     )
     length = int(torch.bincount(owner, minlength=size).max())
     pieces = -(-length // _chunk(device))
     piece_length = -(-length // pieces)
-    by_owner = torch.full((size, pieces * piece_length), len(owner))
+    by_owner = torch.full(
+        (size, pieces * piece_length),
+        len(owner),
+        dtype=torch.int64,
+        device='cpu',
+    )
     for rank in range(size):
         blocks = (owner == rank).nonzero().flatten()
         by_owner[rank, : len(blocks)] = blocks

@@ -11,16 +11,18 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..ddp_hooks import Future
-from .exchange import Collective, Exchange, all_reduce
+from .collective import Collective, all_reduce
 from .gradient import (
     Gradient,
     float32_like,
     in_memory_order,
     is_compressible,
     magnitude,
+    reduced_parameters,
     split,
 )
 from .memory import HostCopy, StepMemory
+from .pipeline import Pipeline
 
 __all__ = ['Compressor']
 
@@ -45,7 +47,7 @@ class Compressor(ABC):
     """
 
     # How many collectives a bucket has at most, one after the other.
-    lanes = 1
+    collectives = 1
     # Whether there is an error memory.
     _feedback = False
     # The attributes that are saved beside the tensors.
@@ -56,7 +58,7 @@ class Compressor(ABC):
         self.skipped_steps = 0
         self.loss_scale = 1.0
         self._memory = StepMemory()
-        self._exchange: Exchange | None = None
+        self._pipeline: Pipeline | None = None
         self._parameters: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}
         self._some_unused = False
@@ -66,19 +68,16 @@ class Compressor(ABC):
     def bind(self, ddp: DistributedDataParallel) -> 'Compressor':
         """Take the process group and the parameters of a wrapped model, once.
 
-        All ranks of its group have to call this alike; returns itself.
+        All ranks of its group have to call this alike; returns itself. What
+        it starts ends with :meth:`close`.
         """
-        if self._exchange is not None:
+        if self._pipeline is not None:
             raise RuntimeError(f'{type(self).__name__} is bound already')
-        self._parameters = {
-            name: parameter
-            for name, parameter in ddp.module.named_parameters()
-            if parameter.requires_grad
-        }
+        self._parameters = reduced_parameters(ddp)
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._some_unused = ddp.find_unused_parameters or ddp.static_graph
         device = next(iter(self._parameters.values())).device
-        self._exchange = Exchange(ddp.process_group, device, self.lanes)
+        self._pipeline = Pipeline(ddp.process_group, device, self.collectives)
         return self
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
@@ -92,14 +91,13 @@ class Compressor(ABC):
             RuntimeError: Without :meth:`bind`, or if an earlier exchange
                 failed.
         """
-        if self._exchange is None:
+        if self._pipeline is None:
             raise RuntimeError(
                 f'{type(self).__name__}: call bind(ddp) before registering'
             )
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if not self._seen.isdisjoint(map(id, parameters)):
             self.settle()
-        self._seen.update(map(id, parameters))
         if not buffer.numel():
             stages = iter(())
         elif is_compressible(parameters[0]):
@@ -107,7 +105,9 @@ class Compressor(ABC):
             stages = self._checked(buffer, gradients)
         else:
             stages = self._average(buffer, [])
-        return self._exchange.start(stages, buffer)
+        future = self._pipeline.start(stages, buffer)
+        self._seen.update(map(id, parameters))
+        return future
 
     @staticmethod
     def probes(size: int, device: torch.device) -> list[Collective]:
@@ -117,17 +117,31 @@ class Compressor(ABC):
             size: The number of ranks.
             device: Of the gradients.
         """
-        return [all_reduce(torch.zeros(1, device=device))]
+        return [all_reduce(torch.zeros(1, dtype=torch.float32, device=device))]
+
+    def close(self) -> None:
+        """End threads and process groups, after the last backward pass.
+
+        The state stays. Also done when the model and the hook are collected.
+        """
+        if self._pipeline is not None:
+            self._pipeline.close()
 
     @property
     def sent_bytes(self) -> int:
         """What this rank has sent so far, in bytes; see ``Collective``."""
-        return self._exchange.sent_bytes if self._exchange else 0
+        return self._pipeline.sent_bytes if self._pipeline else 0
 
     @property
     def world_size(self) -> int:
         """The number of ranks of the bound model's group."""
-        return self._exchange.group.size()
+        return self._pipeline.group.size()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles hold the state, but are not bound."""
+        self.settle()
+        unbound = {'_pipeline': None, '_parameters': {}, '_names': {}}
+        return {**self.__dict__, **unbound}
 
     def settle(self) -> bool:
         """End the step whose backward pass is over, as the next step does.

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
+from .collective import Collective, all_reduce
 from .compressor import Compressor
-from .exchange import Collective, all_reduce
 from .gradient import Gradient, chunks, magnitude
 
 __all__ = ['ScaledFP16']

@@ -7,8 +7,8 @@ from zlib import crc32
 import torch
 
 from .basis import Basis, matrix_shape, orthonormal
+from .collective import Collective, all_reduce
 from .compressor import Compressor
-from .exchange import Collective, all_reduce
 from .gradient import Gradient, is_compressible, magnitude
 from .knobs import check_knob
 
@@ -248,10 +248,12 @@ class PowerSGD(Compressor):
         side = matrix_shape(gradient.parameter)[is_right]
         rank = min(self._rank, *matrix_shape(gradient.parameter))
         # Not the global generator, and the same in every layout of buckets.
-        generator = torch.Generator().manual_seed(
+        generator = torch.Generator('cpu').manual_seed(
             (self._seed + crc32(f'{gradient.name} {use}'.encode())) % 2**63
         )
-        factor = torch.randn(side, rank, generator=generator)
+        factor = torch.randn(
+            side, rank, generator=generator, dtype=torch.float32, device='cpu'
+        )
         return orthonormal(factor.to(gradient.flat.device))
 
     def _keep_basis(

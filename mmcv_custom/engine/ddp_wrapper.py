@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..compression import Compressor
-from ..compression.exchange import all_reduce
+from ..compression.collective import all_reduce
 from ..contract import adapt_hook
 from ..ddp_hooks import hook_name
 from .builder import CommHook, build_comm_hook, normalize_comm_hook
@@ -145,7 +145,8 @@ def _check_backend(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
                 work.wait()
         except (RuntimeError, ValueError, TypeError) as error:
             # Raises itself if the trouble is not the dtype or the operation.
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            working = torch.zeros(1, dtype=torch.float32, device=device)
+            dist.all_reduce(working, group=group)
             raise RuntimeError(
                 f'backend {dist.get_backend(group)!r} of torch '
                 f'{torch.__version__} cannot {what} ({error}); use '

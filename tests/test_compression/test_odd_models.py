@@ -121,3 +121,70 @@ def test_groups_of_some_ranks(name):
     assert first == pytest.approx([1.5], rel=2**-9)
     assert second == pytest.approx([1.5, 2.5], rel=2**-9)
     assert third == pytest.approx([2.5], rel=2**-9)
+
+
+def step_counts(rank):
+    """Steps, compressed ones, and names, of a model that DDP reduces a part
+    of: one layer is ignored, and one weight stands in two places.
+    """
+    model = torch.nn.Sequential(
+        torch.nn.Linear(40, 40),
+        torch.nn.Linear(40, 40),
+        torch.nn.Linear(40, 40),
+        torch.nn.Linear(40, 3),
+    )
+    model[2].weight = model[0].weight
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, ['1.weight', '1.bias']
+    )
+    ddp = DistributedDataParallel(model)
+    compressor = METHODS['powersgd'](start_powerSGD_iter=2).bind(ddp)
+    ddp.register_comm_hook(None, adapt_hook(compressor))
+    for _ in range(6):
+        ddp.zero_grad()
+        ddp(torch.randn(8, 40)).square().mean().backward()
+    names = [*compressor.state_dict()['tensors']['error']]
+    return compressor.compressed_steps, names, compressor.memory_bytes()
+
+
+def test_parameters_are_those_that_ddp_reduces():
+    names = ['0.weight', '0.bias', '2.bias', '3.weight', '3.bias']
+    feedback = 2 * (40 * 40 + 40 + 40 + 3 * 40 + 3)
+    factors = (2 * 40 + 80) + (2 * 40 + 43)
+    for compressed, known, nbytes in run_ranks(step_counts):
+        assert compressed == 4
+        assert sorted(known) == sorted(names)
+        assert nbytes == 4 * (feedback + factors)
+
+
+def means_under(rank, setting):
+    if setting == 'meta':
+        torch.set_default_device('meta')
+    else:
+        torch.set_default_dtype(setting)
+    results = {}
+    for name, make in METHODS.items():
+        if name == 'int8':
+            knobs = {'stochastic_rounding': True}
+        else:
+            knobs = KNOBS[name]
+        generator = torch.Generator('cpu').manual_seed(rank)
+        values = {'dtype': torch.float32, 'device': 'cpu'}
+        weights = [torch.zeros(40, 30, **values), torch.zeros(7, **values)]
+        ddp = DistributedDataParallel(Odd(*weights))
+        hook = make(**knobs).bind(ddp)
+        ddp.register_comm_hook(None, adapt_hook(hook))
+        for _ in range(4):
+            ddp.zero_grad()
+            factor = torch.randn((), generator=generator, **values)
+            ddp(factor).backward()
+        results[name] = [p.grad.tolist() for p in ddp.parameters()]
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+    return results
+
+
+def test_default_dtype_and_device_play_no_role():
+    usual = run_ranks(means_under, torch.float32)
+    for setting in (torch.float64, torch.bfloat16, 'meta'):
+        assert run_ranks(means_under, setting) == usual

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmcv_custom.compression.exchange import Exchange
+from mmcv_custom.compression.pipeline import Pipeline
 from mmcv_custom.ddp_hooks import Future
 from tests.ranks import gloo_reduces, run_ranks
 from tests.test_compression.helpers import (
@@ -93,7 +93,7 @@ def run_serially():
         done.set_result(buffer)
         return done
 
-    Exchange.start = start_and_wait
+    Pipeline.start = start_and_wait
 
 
 @pytest.mark.parametrize('method', METHODS)

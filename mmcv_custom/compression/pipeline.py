@@ -1,0 +1,262 @@
+"""The stages of a bucket's exchange, in an order by construction.
+
+A method is a generator: it computes, yields a collective, and goes on when
+the collective's tensors hold the result. What lies between two collectives is
+a stage. This module decides on which thread or stream a stage runs, and
+counts the bytes.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+
+from ..ddp_hooks import Future
+from .collective import Collective
+
+__all__ = ['Pipeline']
+
+# An idle thread ends at once. One that waits for a rank that is gone is left
+# to the timeout of its group, so that a failed process can end.
+_PATIENCE_S = 5.0
+
+
+class Pipeline:
+    """Runs the exchanges of a step's buckets side by side.
+
+    On CPU, the first stage of a bucket runs on the caller's thread. Each
+    further one has a thread, which takes the buckets one after the other:
+    it waits for the collective of the stage before, computes, and issues the
+    next collective in a process group of this stage's own. So the order in
+    every group is the order of :meth:`start`, which all ranks share.
+
+    The groups are new ones, which need all ranks of the world: on a part of
+    them an exchange of several collectives runs on the caller's thread alone.
+
+    On an accelerator all collectives of a bucket are enqueued at once, on a
+    stream of their own: the order is the host's, and the host waits for
+    nothing. One stream, so that memory freed on it may be reused on it.
+
+    The threads start with the first bucket. They and the groups end with
+    :meth:`close`, at the latest when nobody refers to the pipeline any more:
+    neither a thread nor a callback does, once a bucket is through.
+
+    Args:
+        group: The group of the DDP. All its ranks make the pipeline alike.
+        device: Of its gradients.
+        collectives: How many a bucket has at most.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, collectives: int
+    ) -> None:
+        self.group = group
+        self._stream = None
+        self._line = _Line([group])
+        self._one_by_one = False
+        if device.type == 'cuda':
+            self._stream = torch.cuda.Stream(device)
+        elif collectives > 1 and group.size() < dist.get_world_size():
+            self._one_by_one = True
+        else:
+            for _ in range(collectives - 1):
+                self._line.groups.append(_same_ranks(group))
+        self._line.sent = [0] * len(self._line.groups)
+        self._finalizer = weakref.finalize(self, _close, self._line)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent so far; see :class:`Collective`."""
+        return sum(self._line.sent)
+
+    def start(
+        self, stages: Iterator[Collective], buffer: torch.Tensor
+    ) -> Future:
+        """Run a bucket's exchange.
+
+        Args:
+            stages: Yields the collectives; what it does after the first one
+                may run on another thread or stream.
+            buffer: What the future yields when ``stages`` has ended.
+
+        Raises:
+            RuntimeError: If an earlier one failed, as the order is lost then,
+                or after :meth:`close`.
+        """
+        if not self._finalizer.alive:
+            raise RuntimeError('the exchange is closed')
+        error = self._line.error
+        if error is not None:
+            raise RuntimeError(
+                f'an earlier exchange failed: {type(error).__name__}: {error}'
+            ) from error
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
+            with torch.cuda.stream(self._stream):
+                return self._run_to_the_end(stages, buffer)
+        if self._one_by_one:
+            return self._run_to_the_end(stages, buffer)
+        if not self._line.threads:
+            self._line.start_threads()
+        bucket = _Bucket(stages, buffer)
+        # Before anything can end it: then no thread has to add a callback.
+        future = bucket.done.then(bucket.result)
+        self._line.advance(bucket, 0)
+        return future
+
+    def close(self) -> None:
+        """End the threads, and the groups that the pipeline has made.
+
+        A bucket on its way is exchanged first. Also done when the pipeline
+        is collected, and when the interpreter exits.
+        """
+        self._finalizer()
+
+    def _run_to_the_end(
+        self, stages: Iterator[Collective], buffer: torch.Tensor
+    ) -> Future:
+        try:
+            for collective in stages:
+                for work in self._line.issue(collective, 0):
+                    work.wait()  # on CUDA the stream waits, not the host
+        except BaseException as error:
+            self._line.error = error
+            raise
+        done = Future(devices=[buffer.device] if buffer.is_cuda else None)
+        done.set_result(buffer)
+        return done
+
+
+class _Bucket:
+    """A bucket on its way."""
+
+    def __init__(
+        self, stages: Iterator[Collective], buffer: torch.Tensor
+    ) -> None:
+        self.stages: Iterator[Collective] | None = stages
+        self.works: list[dist.Work] = []
+        self.done = Future()
+        self._buffer = buffer
+        self._error: BaseException | None = None
+
+    def result(self, _: Future) -> torch.Tensor:
+        # torch takes an exception set on a future for its value.
+        if self._error is not None:
+            raise self._error
+        return self._buffer
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Let the backward pass go on.
+
+        It may drop the model then, so nothing here may refer to it: the last
+        reference would go on a thread that cannot end itself.
+        """
+        self.stages, self._error = None, error
+        self.done.set_result(None)
+
+
+@dataclass
+class _Line:
+    """What the threads work on. It does not refer to the pipeline.
+
+    Attributes:
+        groups: Stage i issues its collective in the i-th.
+        sent: Bytes by stage; each thread adds to its own entry only.
+        inboxes: The buckets that have left stage i, in their order.
+        error: Of the first bucket that failed. Nothing is issued after it:
+            the order would differ from the other ranks'.
+        unfinished: Works nobody waits for any more, kept until they are done.
+    """
+
+    groups: list[dist.ProcessGroup]
+    sent: list[int] = field(default_factory=list)
+    inboxes: list[SimpleQueue] = field(default_factory=list)
+    threads: list[threading.Thread] = field(default_factory=list)
+    error: BaseException | None = None
+    unfinished: list[dist.Work] = field(default_factory=list)
+
+    def start_threads(self) -> None:
+        self.inboxes = [SimpleQueue() for _ in self.groups]
+        self.threads = [
+            threading.Thread(
+                target=self._serve,
+                args=(stage, torch.get_num_threads()),
+                name=f'gradient exchange, stage {stage}',
+                daemon=True,  # else the interpreter waits for them to end
+            )
+            for stage in range(1, len(self.groups) + 1)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _serve(self, stage: int, num_threads: int) -> None:
+        # Both are settings of a thread.
+        torch.set_num_threads(num_threads)
+        with torch.no_grad():
+            while True:
+                bucket = self.inboxes[stage - 1].get()
+                if bucket is None:
+                    break
+                self.advance(bucket, stage)
+                del bucket  # not to be held while there is nothing to do
+        if stage < len(self.inboxes):
+            self.inboxes[stage].put(None)
+
+    def advance(self, bucket: _Bucket, stage: int) -> None:
+        """Run a stage of a bucket, and hand it on or end it."""
+        if self.error is not None:
+            self.unfinished += bucket.works
+            bucket.end(self.error)
+            return
+        try:
+            for work in bucket.works:
+                work.wait()
+            collective = next(bucket.stages, None)
+            if collective is not None:
+                bucket.works = self.issue(collective, stage)
+        except BaseException as error:
+            self.error = self.error or error
+            self.unfinished += bucket.works
+            bucket.end(error)
+            return
+        if collective is None:
+            bucket.end()
+        else:
+            self.inboxes[stage].put(bucket)
+
+    def issue(self, collective: Collective, stage: int) -> list[dist.Work]:
+        group = self.groups[stage]
+        self.sent[stage] += collective.sent_bytes(group.size())
+        return collective.issue(group)
+
+
+def _close(line: _Line) -> None:
+    if line.threads:
+        line.inboxes[0].put(None)
+    for thread in line.threads:
+        # Collected on a thread of its own, it ends a moment later.
+        if thread is not threading.current_thread():
+            thread.join(_PATIENCE_S)
+            if thread.is_alive():
+                return
+    while len(line.groups) > 1:
+        try:
+            dist.destroy_process_group(line.groups.pop())
+        except ValueError:  # gone already, with the default group
+            pass
+    line.groups.clear()
+
+
+def _same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    backend = group._get_backend(torch.device('cpu'))
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it into one without options.
+    backend = getattr(backend, 'wrapped_pg', backend)
+    return dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=backend.options._timeout,
+        backend=backend.name(),
+    )

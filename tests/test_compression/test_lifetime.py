@@ -1,0 +1,180 @@
+"""What a hook starts ends with it, whoever goes first."""
+
+import copy
+import gc
+import pickle
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mmcv_custom.compression import Int8
+from mmcv_custom.contract import adapt_hook
+from tests import toy
+from tests.ranks import run_ranks
+from tests.test_compression.helpers import (
+    METHODS,
+    assert_same_bits,
+    start,
+)
+
+KNOBS = {
+    'powersgd': {'start_powerSGD_iter': 2, 'min_compression_rate': 0.5},
+    'int8': {'use_error_feedback': True},
+    'fp16_scaled': {},
+}
+ROUNDS = 4
+
+
+def train(rank, method, wrapper=None):
+    compressor = METHODS[method](**KNOBS[method])
+    ddp = start(compressor, None, wrapper)
+    for step in range(4):
+        toy.train_step(ddp, rank, step)
+    return ddp, compressor
+
+
+def in_rounds(rank, folder, function, *args):
+    """Start a group, run the function, end the group, several times."""
+    alive = set(threading.enumerate())
+    for i in range(ROUNDS):
+        dist.init_process_group(
+            'gloo',
+            init_method=f'file://{folder}/{i}',
+            rank=rank,
+            world_size=2,
+            timeout=timedelta(seconds=30),
+        )
+        rest = function(rank, *args)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        del rest
+        gc.collect()
+        assert set(threading.enumerate()) == alive
+    return True
+
+
+def groups():
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def drop_the_model(rank, method, wrapper):
+    alive = set(threading.enumerate())
+    ddp, compressor = train(rank, method, wrapper)
+    assert len(threading.enumerate()) == len(alive) + compressor.collectives
+    assert groups() == compressor.collectives
+    del ddp, compressor
+    gc.collect()
+    # Before the default group ends, and without it.
+    assert set(threading.enumerate()) == alive
+    assert groups() == 1
+
+
+def keep_the_hook(rank, method):
+    ddp, compressor = train(rank, method)
+    del ddp
+    gc.collect()
+    return compressor
+
+
+def keep_the_model(rank, method):
+    return train(rank, method)
+
+
+def end_the_group_first(rank, method):
+    rest = train(rank, method)
+    dist.barrier()
+    dist.destroy_process_group()
+    return rest
+
+
+def close(rank, method):
+    alive = set(threading.enumerate())
+    ddp, compressor = train(rank, method)
+    compressor.close()
+    compressor.close()
+    assert set(threading.enumerate()) == alive
+    assert groups() == 1
+    with pytest.raises(RuntimeError, match='is closed'):
+        toy.train_step(ddp, rank)
+    assert compressor.state_dict()['step'] == 4
+
+
+@pytest.mark.parametrize('method', METHODS)
+def test_nothing_outlives_model_hook_and_group(tmp_path, method):
+    """In any order, several times in one process."""
+    for i, (order, *args) in enumerate(
+        [
+            (drop_the_model, method, None),
+            (drop_the_model, method, 'fp16'),
+            (keep_the_hook, method),
+            (keep_the_model, method),
+            (end_the_group_first, method),
+            (close, method),
+        ]
+    ):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        run_ranks(in_rounds, folder, order, *args, init=False)
+
+
+def run_stages(rank):
+    seen = []
+
+    class Watched(Int8):
+        def _stages(self, buffer, gradients):
+            for collective in super()._stages(buffer, gradients):
+                yield collective
+                seen.append(
+                    (
+                        threading.current_thread().name,
+                        torch.get_num_threads(),
+                        torch.is_grad_enabled(),
+                    )
+                )
+
+    torch.set_num_threads(2)
+    toy.train_step(start(Watched(), None), rank)
+    torch.set_num_threads(1)
+    return set(seen)
+
+
+def test_threads_have_the_settings_of_the_caller():
+    assert run_ranks(run_stages, world_size=1) == [
+        {
+            ('gradient exchange, stage 1', 2, False),
+            ('gradient exchange, stage 2', 2, False),
+        }
+    ]
+
+
+def copies(rank):
+    for method in METHODS:
+        ddp, compressor = train(rank, method)
+        state = compressor.state_dict()
+        for copied in (
+            copy.deepcopy(compressor),
+            pickle.loads(pickle.dumps(compressor)),
+        ):
+            with pytest.raises(RuntimeError, match='call bind'):
+                copied(None, None)
+            theirs = copied.state_dict()
+            assert_same_bits(theirs.pop('tensors'), dict(state)['tensors'])
+            assert theirs == {k: v for k, v in state.items() if k in theirs}
+        # A copy goes on where the original is, on another model.
+        other = toy.make_ddp(copy.deepcopy(ddp.module))
+        other.register_comm_hook(None, adapt_hook(copied.bind(other)))
+        for step in range(4, 6):
+            for ours, theirs in zip(
+                toy.train_step(other, rank, step),
+                toy.train_step(ddp, rank, step),
+                strict=True,
+            ):
+                assert torch.equal(ours, theirs)
+
+
+def test_copies_and_pickles_hold_the_state_and_are_not_bound():
+    run_ranks(copies)
