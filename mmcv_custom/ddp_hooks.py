@@ -4,15 +4,16 @@ Every hook can be registered directly::
 
     ddp_model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
 
-This module imports nothing but torch.
+This module needs nothing but torch.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from .contract import Future, call_hook, hook_name
 
 __all__ = [
     'allreduce_hook',
@@ -21,10 +22,6 @@ __all__ = [
     'fp16_compress_wrapper',
     'bf16_compress_wrapper',
 ]
-
-Future = torch.futures.Future
-# What a work's get_future() returns is an instance of this base only.
-AnyFuture = torch._C.Future
 
 
 def allreduce_hook(
@@ -115,59 +112,6 @@ def bf16_compress_wrapper(
     return _compress_wrapper(torch.bfloat16, 'bf16_compress_wrapper', hook)
 
 
-def call_hook(
-    hook: Callable[[Any, dist.GradBucket], Any],
-    state: Any,
-    bucket: dist.GradBucket,
-) -> torch.futures.Future[torch.Tensor]:
-    """Call a hook and bring whatever it returns into the form DDP reads.
-
-    DDP reads the result's storage from its first element on and takes it for
-    contiguous; None kills the process. Here the values are copied into the
-    bucket's own buffer unless they are there already.
-
-    Args:
-        hook: Called as ``hook(state, bucket)``. It returns the reduced
-            values as a tensor of the buffer's length in any shape, stride
-            and real dtype, alone or in a list of one; or as a torch future
-            of that; or as an object whose ``wait()`` or ``value()`` yields
-            it. Only the torch future overlaps with the backward pass.
-        state: Handed to the hook untouched.
-        bucket: Gradients of shape (numel,). The buffer is overwritten.
-
-    Returns:
-        A future of the buffer that the bucket held before the call.
-
-    Raises:
-        TypeError: For another kind of result, or for sparse gradients.
-        ValueError: For a result of another length. Where the hook returned a
-            future, both reach ``backward()`` as a RuntimeError that holds
-            the message.
-    """
-    buffer = bucket.buffer()
-    if buffer.layout is not torch.strided:
-        raise TypeError(
-            f'communication hook {hook_name(hook)!r} got sparse gradients '
-            f'({buffer.layout}); use dense ones, as in '
-            'nn.Embedding(sparse=False)'
-        )
-    result = hook(state, bucket)
-    finish = partial(_store_result, hook, bucket, buffer)
-    if isinstance(result, AnyFuture):
-        return result.then(lambda future: finish(future.value()))
-    # A future that holds CUDA tensors has to know the device.
-    done = Future(devices=[buffer.device] if buffer.is_cuda else None)
-    done.set_result(finish(_resolve(result)))
-    return done
-
-
-def hook_name(hook: Callable) -> str:
-    """Return a readable name for any callable, partials and objects too."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    return getattr(hook, '__qualname__', type(hook).__qualname__)
-
-
 def _average(
     process_group: dist.ProcessGroup | None, tensor: torch.Tensor
 ) -> Future:
@@ -227,74 +171,3 @@ def _compress_wrapper(
     # The name that DDP's logging data show.
     wrapped_hook.__qualname__ = f'{name}({hook_name(hook)})'
     return wrapped_hook
-
-
-def _resolve(result: Any) -> Any:
-    """Wait for a future-like result. A Work only tells that it is done."""
-    if isinstance(result, (torch.Tensor, dist.Work)):
-        return result
-    for method in ('wait', 'value'):
-        if callable(getattr(result, method, None)):
-            value = getattr(result, method)()
-            # wait() may merely block where value() holds the result.
-            if value is not None or not hasattr(result, 'value'):
-                return value
-    return result
-
-
-def _store_result(
-    hook: Callable,
-    bucket: dist.GradBucket,
-    buffer: torch.Tensor,
-    result: Any,
-) -> torch.Tensor:
-    """Check a hook's result and copy it into ``buffer``, which is returned."""
-    if isinstance(result, (list, tuple)) and len(result) == 1:
-        result = result[0]
-    if not isinstance(result, torch.Tensor):
-        _reject(hook, bucket, TypeError, _describe(result))
-    if result.dtype is torch.bool or (
-        result.is_complex() and not buffer.is_complex()
-    ):
-        _reject(hook, bucket, TypeError, f'a {result.dtype} tensor')
-    if result.numel() != buffer.numel():
-        _reject(
-            hook,
-            bucket,
-            ValueError,
-            f'{result.numel()} elements for a buffer of {buffer.numel()}',
-        )
-    if result is not buffer:
-        try:
-            buffer.copy_(result.detach().reshape(-1))
-        except RuntimeError as error:
-            _reject(
-                hook,
-                bucket,
-                TypeError,
-                f'a tensor that cannot be copied ({error})',
-            )
-    bucket.set_buffer(buffer)
-    return buffer
-
-
-def _describe(result: Any) -> str:
-    if result is None:
-        return 'None'
-    if isinstance(result, dist.Work):
-        return 'a Work (return its get_future() instead)'
-    if isinstance(result, AnyFuture):
-        return 'a future inside a future'
-    return f'a {type(result).__qualname__}'
-
-
-def _reject(
-    hook: Callable, bucket: dist.GradBucket, error: type, what: str
-) -> NoReturn:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    raise error(
-        f'communication hook {hook_name(hook)!r} returned {what} for bucket '
-        f'{bucket.index()} on rank {rank}; it must return the '
-        'reduced buffer: a tensor of the same length, or a future whose '
-        'wait() or value() yields it'
-    )

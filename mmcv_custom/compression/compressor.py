@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..ddp_hooks import Future
+from ..contract import Future
 from .collective import Collective, all_reduce
 from .gradient import (
     Gradient,

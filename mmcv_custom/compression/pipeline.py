@@ -15,7 +15,7 @@ from queue import SimpleQueue
 import torch
 import torch.distributed as dist
 
-from ..ddp_hooks import Future
+from ..contract import Future
 from .collective import Collective
 
 __all__ = ['Pipeline']

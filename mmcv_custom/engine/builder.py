@@ -11,12 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..contract import adapt_hook
-from ..ddp_hooks import (
-    Future,
-    bf16_compress_wrapper,
-    fp16_compress_wrapper,
-)
+from ..contract import Future, adapt_hook
+from ..ddp_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from .registry import COMM_HOOKS
 
 __all__ = ['CommHook', 'build_comm_hook', 'normalize_comm_hook']

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compression import Compressor
 from ..compression.collective import all_reduce
-from ..contract import adapt_hook
-from ..ddp_hooks import hook_name
+from ..contract import adapt_hook, hook_name
 from .builder import CommHook, build_comm_hook, normalize_comm_hook
 
 __all__ = ['CommHookDistributedDataParallel', 'attach_comm_hook']

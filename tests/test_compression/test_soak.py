@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mmcv_custom.compression.pipeline import Pipeline
-from mmcv_custom.ddp_hooks import Future
+from mmcv_custom.contract import Future
 from tests.ranks import gloo_reduces, run_ranks
 from tests.test_compression.helpers import (
     METHODS,
