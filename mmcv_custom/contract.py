@@ -103,7 +103,8 @@ def call_hook(
             'nn.Embedding(sparse=False)'
         )
     result = hook(state, bucket)
-    finish = functools.partial(_store_result, hook, bucket, buffer)
+    # Not the hook: the last reference to it would go on another thread.
+    finish = functools.partial(_store_result, hook_name(hook), bucket, buffer)
     if isinstance(result, AnyFuture):
         return result.then(lambda future: finish(future.value()))
     # A future that holds CUDA tensors has to know the device.
@@ -169,7 +170,7 @@ def _resolve(result: Any) -> Any:
 
 
 def _store_result(
-    hook: Callable,
+    hook: str,
     bucket: dist.GradBucket,
     buffer: torch.Tensor,
     result: Any,
@@ -215,11 +216,11 @@ def _describe(result: Any) -> str:
 
 
 def _reject(
-    hook: Callable, bucket: dist.GradBucket, error: type, what: str
+    hook: str, bucket: dist.GradBucket, error: type, what: str
 ) -> NoReturn:
     rank = dist.get_rank() if dist.is_initialized() else 0
     raise error(
-        f'communication hook {hook_name(hook)!r} returned {what} for bucket '
+        f'communication hook {hook!r} returned {what} for bucket '
         f'{bucket.index()} on rank {rank}; it must return the '
         'reduced buffer: a tensor of the same length, or a future whose '
         'wait() or value() yields it'
