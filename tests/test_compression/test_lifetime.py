@@ -36,10 +36,18 @@ def train(rank, method, wrapper=None):
     return ddp, compressor
 
 
-def in_rounds(rank, folder, function, *args):
-    """Start a group, run the function, end the group, several times."""
+def end_in_every_order(rank, folder, method):
+    """Start a group, train, end all, several times in one process."""
     alive = set(threading.enumerate())
-    for i in range(ROUNDS):
+    orders = [
+        (drop_the_model, None),
+        (drop_the_model, 'fp16'),
+        (keep_the_hook,),
+        (train,),
+        (end_the_group_first,),
+        (close,),
+    ]
+    for i, (order, *args) in enumerate(orders * ROUNDS):
         dist.init_process_group(
             'gloo',
             init_method=f'file://{folder}/{i}',
@@ -47,14 +55,13 @@ def in_rounds(rank, folder, function, *args):
             world_size=2,
             timeout=timedelta(seconds=30),
         )
-        rest = function(rank, *args)
+        rest = order(rank, method, *args)
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
         del rest
         gc.collect()
-        assert set(threading.enumerate()) == alive
-    return True
+        assert set(threading.enumerate()) == alive, order
 
 
 def groups():
@@ -80,10 +87,6 @@ def keep_the_hook(rank, method):
     return compressor
 
 
-def keep_the_model(rank, method):
-    return train(rank, method)
-
-
 def end_the_group_first(rank, method):
     rest = train(rank, method)
     dist.barrier()
@@ -106,19 +109,7 @@ def close(rank, method):
 @pytest.mark.parametrize('method', METHODS)
 def test_nothing_outlives_model_hook_and_group(tmp_path, method):
     """In any order, several times in one process."""
-    for i, (order, *args) in enumerate(
-        [
-            (drop_the_model, method, None),
-            (drop_the_model, method, 'fp16'),
-            (keep_the_hook, method),
-            (keep_the_model, method),
-            (end_the_group_first, method),
-            (close, method),
-        ]
-    ):
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        run_ranks(in_rounds, folder, order, *args, init=False)
+    run_ranks(end_in_every_order, tmp_path, method, init=False)
 
 
 def run_stages(rank):
