@@ -133,8 +133,9 @@ class Clock:
 
     sent_bytes = 0
 
-    def __init__(self, group):
-        self.group, self.seconds = group, 0.0
+    def __init__(self, pipeline):
+        self.group, self.seconds = pipeline.group, 0.0
+        self.world_size, self.rank = pipeline.world_size, pipeline.rank
 
     def start(self, stages, buffer):
         while True:
@@ -188,10 +189,10 @@ class Method:
 
     def compute_seconds(self):
         """Of the compressor, in one step."""
-        exchange = self.compressor._pipeline
-        self.compressor._pipeline = clock = Clock(exchange.group)
+        pipeline = self.compressor._pipeline
+        self.compressor._pipeline = clock = Clock(pipeline)
         self.step()
-        self.compressor._pipeline = exchange
+        self.compressor._pipeline = pipeline
         return clock.seconds
 
 

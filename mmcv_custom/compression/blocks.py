@@ -26,6 +26,9 @@ BLOCK = 256
 RECORD = BLOCK + 4
 # On CPU, so many blocks are worked on, and travel, at a time.
 _CHUNK = CHUNK // BLOCK
+# A scale is a 127th of a block's largest value, less what keeps the product of
+# the two, rounded, within it: else float32's largest would come back as Inf.
+_SCALE = (1 - 2**-22) / 127
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -141,15 +144,14 @@ def quantize(
     and so has no finite value afterwards.
     """
     high, low = blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True)
-    scale = torch.maximum(high, low.neg_()).div_(127)
+    scale = torch.maximum(high, low.neg_()).mul_(_SCALE)
     # Nor is 0 a divisor; what is smaller rounds to 0.
     codes = blocks / scale.clamp_(min=_TINY)
     if noise is None:
         return codes.round_(), scale
-    # The sum may round up to 128.
-    return codes.add_(noise[:, : codes.shape[1]]).floor_().clamp_(
-        max=127
-    ), scale
+    # The quotient may be a little above 127, and round to 128.
+    codes.add_(noise[:, : codes.shape[1]]).floor_().clamp_(-127, 127)
+    return codes, scale
 
 
 def write(

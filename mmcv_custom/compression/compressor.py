@@ -21,8 +21,9 @@ from .gradient import (
     reduced_parameters,
     split,
 )
-from .memory import HostCopy, StepMemory
+from .memory import StepMemory
 from .pipeline import Pipeline
+from .step import StepRecord
 
 __all__ = ['Compressor']
 
@@ -62,8 +63,7 @@ class Compressor(ABC):
         self._parameters: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}
         self._some_unused = False
-        self._seen: set[int] = set()
-        self._checks: list[tuple[list[str], HostCopy]] = []
+        self._record = StepRecord()
 
     def bind(self, ddp: DistributedDataParallel) -> 'Compressor':
         """Take the process group and the parameters of a wrapped model, once.
@@ -96,7 +96,7 @@ class Compressor(ABC):
                 f'{type(self).__name__}: call bind(ddp) before registering'
             )
         buffer, parameters = bucket.buffer(), bucket.parameters()
-        if not self._seen.isdisjoint(map(id, parameters)):
+        if self._record.has_any(parameters):
             self.settle()
         if not buffer.numel():
             stages = iter(())
@@ -106,7 +106,7 @@ class Compressor(ABC):
         else:
             stages = self._average(buffer, [])
         future = self._pipeline.start(stages, buffer)
-        self._seen.update(map(id, parameters))
+        self._record.add(parameters)
         return future
 
     @staticmethod
@@ -132,11 +132,6 @@ class Compressor(ABC):
         """What this rank has sent so far, in bytes; see ``Collective``."""
         return self._pipeline.sent_bytes if self._pipeline else 0
 
-    @property
-    def world_size(self) -> int:
-        """The number of ranks of the bound model's group."""
-        return self._pipeline.group.size()
-
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles hold the state, but are not bound."""
         self.settle()
@@ -149,15 +144,11 @@ class Compressor(ABC):
         Returns:
             Whether its gradients are finite; True if there is no such step.
         """
-        if not self._seen:
+        if not self._record.has_begun():
             return True
-        finite = all(
-            bool(torch.isfinite(check.read()).all())
-            for _, check in self._checks
-        )
+        finite = self._record.is_finite()
         self._end_step(finite)
-        self._seen.clear()
-        self._checks.clear()
+        self._record.clear()
         return finite
 
     def follow_loss_scale(self, loss_scale: float) -> None:
@@ -174,7 +165,9 @@ class Compressor(ABC):
 
     def memory_bytes(self) -> int:
         """Estimate the memory of the state on this rank, in bytes."""
-        return 0
+        # Two generations of the error memory.
+        wide = filter(is_compressible, self._parameters.values())
+        return self._feedback * 2 * 4 * sum(p.numel() for p in wide)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: plain numbers, and tensors by parameter name.
@@ -218,8 +211,7 @@ class Compressor(ABC):
         for name in self._counters:
             if name in state:
                 setattr(self, name, copy(state[name]))
-        self._seen.clear()
-        self._checks.clear()
+        self._record.clear()
         self._memory.clear()
 
     @abstractmethod
@@ -243,16 +235,12 @@ class Compressor(ABC):
         self, buffer: torch.Tensor, gradients: list[Gradient]
     ) -> Iterator[Collective]:
         """The exchange without compression."""
-        yield all_reduce(buffer.div_(self.world_size))
+        yield all_reduce(buffer.div_(self._pipeline.world_size))
         self._check(gradients, magnitude(buffer))
 
-    def _check(
-        self, gradients: list[Gradient], magnitudes: torch.Tensor
-    ) -> None:
+    def _check(self, gradients: list[Gradient], sizes: torch.Tensor) -> None:
         """Note reduced values; the step counts if all of them are finite."""
-        # Not the gradients: they would keep a wrapper's copy of the bucket.
-        names = [gradient.name for gradient in gradients]
-        self._checks.append((names, HostCopy(magnitudes)))
+        self._record.note([g.name for g in gradients], sizes)
 
     def _end_step(self, finite: bool) -> None:
         self._memory.settle(finite)

@@ -63,7 +63,7 @@ class ScaledFP16(Compressor):
         flats = values.split(lengths)
         scales = self._scales(gradients)
         if scales is None:
-            yield all_reduce(values.div_(self.world_size))
+            yield all_reduce(values.div_(self._pipeline.world_size))
             self._check(gradients, torch.stack([*map(magnitude, flats)]))
         else:
             wire = torch.empty_like(values, dtype=torch.float16)
@@ -76,7 +76,7 @@ class ScaledFP16(Compressor):
             # Divided first, so that the sum cannot overflow by itself.
             for scale, pairs in parts:
                 for chunk, sent in pairs:
-                    sent.copy_(chunk.mul_(scale / self.world_size))
+                    sent.copy_(chunk.mul_(scale / self._pipeline.world_size))
             yield all_reduce(wire)
             magnitudes = []
             for scale, pairs in parts:
@@ -103,8 +103,7 @@ class ScaledFP16(Compressor):
 
     def _end_step(self, finite: bool) -> None:
         super()._end_step(finite)
-        for names, check in self._checks:
-            magnitudes = check.read()
+        for names, magnitudes in self._record.magnitudes():
             if not magnitudes.dim():  # of a whole bucket: not for scales
                 continue
             if not torch.isfinite(magnitudes).all():

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator
 from typing import Any
-from zlib import crc32
 
 import torch
-import torch.distributed as dist
 
 from .blocks import (
     BLOCK,
@@ -20,8 +18,9 @@ from .blocks import (
 )
 from .collective import Collective, all_gather, all_to_all
 from .compressor import Compressor
-from .gradient import Gradient, is_compressible, magnitude
+from .gradient import Gradient, magnitude
 from .knobs import check_knob
+from .randomness import named_generator
 
 __all__ = ['Int8']
 
@@ -79,18 +78,11 @@ class Int8(Compressor):
             all_gather(torch.empty_like(parts), part),
         ]
 
-    def memory_bytes(self) -> int:
-        """Two generations of the error memory."""
-        if not self._feedback:
-            return 0
-        wide = filter(is_compressible, self._parameters.values())
-        return 2 * 4 * sum(parameter.numel() for parameter in wide)
-
     def _stages(
         self, buffer: torch.Tensor, gradients: list[Gradient]
     ) -> Iterator[Collective]:
         plan = self._plan(gradients)
-        size = self.world_size
+        size = self._pipeline.world_size
         inputs = [self._input(gradient) for gradient in gradients]
         # The last one, of zeros, fills up the shorter parts.
         records = buffer.new_empty(
@@ -154,7 +146,7 @@ class Int8(Compressor):
             self._plans[key] = make_plan(
                 [first_block[g.name] for g in gradients],
                 [num_blocks(g.flat) for g in gradients],
-                self.world_size,
+                self._pipeline.world_size,
                 gradients[0].flat.device,
             )
         return self._plans[key]
@@ -175,7 +167,7 @@ class Int8(Compressor):
             inputs: The error memories, (numel,) each; added to.
             plan: Of the bucket.
         """
-        size, rank = self.world_size, dist.get_rank(self._pipeline.group)
+        size, rank = self._pipeline.world_size, self._pipeline.rank
         for values, first in zip(inputs, plan.first_blocks, strict=True):
             for blocks, part in blocks_of(values):
                 owned = blocks[(rank - first - part.start) % size :: size]
@@ -188,17 +180,13 @@ class Int8(Compressor):
         """Uniform in [0, 1), (num_blocks, block); None rounds to nearest."""
         if not self._stochastic:
             return None
-        rank = dist.get_rank(self._pipeline.group)
-        text = f'{gradient.name} {use} {rank} {self.step}'
+        rank = self._pipeline.rank
         device = gradient.flat.device
-        # Not the global generator, and the same in every layout of buckets.
-        generator = torch.Generator(device).manual_seed(
-            (self._seed + crc32(text.encode())) % 2**63
-        )
+        name = f'{gradient.name} {use} {rank} {self.step}'
         return torch.rand(
             num_blocks,
             BLOCK,
-            generator=generator,
+            generator=named_generator(self._seed, name, device),
             dtype=torch.float32,
             device=device,
         )
@@ -208,7 +196,7 @@ class Int8(Compressor):
     ) -> torch.Tensor | None:
         if not self._stochastic:
             return None
-        size, rank = self.world_size, dist.get_rank(self._pipeline.group)
+        size, rank = self._pipeline.world_size, self._pipeline.rank
         noise = [
             self._noise(
                 gradient, 'mean', len(rows[(rank - first) % size :: size])

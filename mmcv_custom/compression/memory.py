@@ -4,30 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ['HostCopy', 'StepMemory']
-
-
-class HostCopy:
-    """Values on their way to the host, without the host waiting for them.
-
-    Args:
-        values: Tensor of any shape and dtype.
-    """
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values, self._ready = values, None
-        if values.is_cuda:
-            self._values = torch.empty_like(
-                values, device='cpu', pin_memory=True
-            ).copy_(values, non_blocking=True)
-            self._ready = torch.cuda.Event()
-            self._ready.record()
-
-    def read(self) -> torch.Tensor:
-        """Return them; waits until the device has come to the copy."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        return self._values
+__all__ = ['StepMemory']
 
 
 class StepMemory:
@@ -39,17 +16,22 @@ class StepMemory:
     """
 
     def __init__(self) -> None:
-        self._current: dict[tuple[str, str], torch.Tensor] = {}
-        self._next: dict[tuple[str, str], torch.Tensor] = {}
-        self._spare: dict[tuple[str, str], torch.Tensor] = {}
+        # By kind and name.
+        self._current: dict[str, dict[str, torch.Tensor]] = {}
+        self._next: dict[str, dict[str, torch.Tensor]] = {}
+        self._spare: dict[str, dict[str, torch.Tensor]] = {}
 
     def get(self, kind: str, name: str) -> torch.Tensor | None:
         """Return a tensor as of the last settled step."""
-        return self._current.get((kind, name))
+        return self._current.get(kind, {}).get(name)
+
+    def count(self, kind: str) -> int:
+        """Return how many tensors of a kind there are."""
+        return len(self._current.get(kind, {}))
 
     def put(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         """Set a tensor from the next settled step on."""
-        self._next[kind, name] = tensor
+        self._next.setdefault(kind, {})[name] = tensor
 
     def write(
         self, kind: str, name: str, make: Callable[[], torch.Tensor]
@@ -59,7 +41,8 @@ class StepMemory:
         Returns:
             The tensor, its content arbitrary.
         """
-        tensor = self._spare.pop((kind, name), None)
+        # From now on the disused ones of this kind are kept.
+        tensor = self._spare.setdefault(kind, {}).pop(name, None)
         if tensor is None:
             tensor = make()
         self.put(kind, name, tensor)
@@ -67,20 +50,21 @@ class StepMemory:
 
     def settle(self, accept: bool) -> None:
         """End a step: take over what it has put, or forget it."""
-        for key, tensor in self._next.items():
-            disused = tensor
-            if accept:
-                disused = self._current.get(key)
-                self._current[key] = tensor
-            if disused is not None:
-                self._spare[key] = disused
+        for kind, tensors in self._next.items():
+            current = self._current.setdefault(kind, {})
+            for name, tensor in tensors.items():
+                disused = tensor
+                if accept:
+                    disused = current.get(name)
+                    current[name] = tensor
+                if disused is not None and kind in self._spare:
+                    self._spare[kind][name] = disused
         self._next = {}
 
     def scale(self, kind: str, factor: float) -> None:
         """Multiply all tensors of a kind in place."""
-        for (other, _), tensor in self._current.items():
-            if other == kind:
-                tensor.mul_(factor)
+        for tensor in self._current.get(kind, {}).values():
+            tensor.mul_(factor)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -88,7 +72,8 @@ class StepMemory:
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the settled tensors themselves, by kind and name."""
-        state: dict[str, dict[str, torch.Tensor]] = {}
-        for (kind, name), tensor in self._current.items():
-            state.setdefault(kind, {})[name] = tensor
-        return state
+        return {
+            kind: dict(tensors)
+            for kind, tensors in self._current.items()
+            if tensors
+        }

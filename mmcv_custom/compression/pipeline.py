@@ -69,6 +69,16 @@ class Pipeline:
         self._finalizer = weakref.finalize(self, _close, self._line)
 
     @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group."""
+        return self.group.rank()
+
+    @property
     def sent_bytes(self) -> int:
         """What this rank has sent so far; see :class:`Collective`."""
         return sum(self._line.sent)

@@ -1,16 +1,18 @@
 """Low-rank approximation of gradient matrices."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
-from zlib import crc32
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from .basis import Basis, matrix_shape, orthonormal
 from .collective import Collective, all_reduce
 from .compressor import Compressor
-from .gradient import Gradient, is_compressible, magnitude
+from .gradient import Gradient, magnitude
 from .knobs import check_knob
+from .matrix import Basis, Matrix, Whole, orthonormal
+from .randomness import named_generator
 
 __all__ = ['WARMUP_END', 'PowerSGD']
 
@@ -98,31 +100,42 @@ class PowerSGD(Compressor):
         self._epsilon = orthogonalization_epsilon
         self._seed = random_seed
         self._compressed = False
-        self._known, self._known_since = False, -1
+        self._matrices: dict[str, Matrix] = {}
         self._random_parts: dict[tuple[str, bool], torch.Tensor] = {}
 
+    def bind(self, ddp: DistributedDataParallel) -> 'PowerSGD':
+        """As in the base class."""
+        super().bind(ddp)
+        found = {
+            name: Matrix.of(parameter, self._rank, self._min_rate)
+            for name, parameter in self._parameters.items()
+        }
+        self._matrices = {name: m for name, m in found.items() if m}
+        return self
+
+    @property
+    def num_matrices(self) -> int:
+        """How many of the model's gradients are approximated; after bind."""
+        return len(self._matrices)
+
     def memory_bytes(self) -> int:
-        """Error memory and larger factors, twice, and both random ones."""
+        """The error memory, the larger factor twice, and both random ones."""
         elements = 0
-        for parameter in self._parameters.values():
-            if self._feedback and is_compressible(parameter):
-                elements += 2 * parameter.numel()
-            if self._warm_start and self._is_matrix(parameter):
-                shape = matrix_shape(parameter)
-                rank = min(self._rank, *shape)
-                elements += rank * (2 * max(shape) + sum(shape))
-        return 4 * elements
+        if self._warm_start:
+            for matrix in self._matrices.values():
+                sides = matrix.rows, matrix.columns
+                elements += matrix.rank * (2 * max(sides) + sum(sides))
+        return super().memory_bytes() + 4 * elements
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As in the base class."""
-        if state.get('type') != type(self).__name__:
-            super().load_state_dict(state)  # raises
-        for name, vectors in state['tensors'].get('basis', {}).items():
-            if name not in self._parameters:
+        bases = state.get('tensors', {}).get('basis', {})
+        is_right = state.get('compressed_steps', 0) % 2 == 0
+        for name, vectors in bases.items():
+            if name not in self._matrices:
                 continue  # the base class says so
-            shape = matrix_shape(self._parameters[name])
-            side = shape[state['compressed_steps'] % 2 == 0]
-            expected = (min(self._rank, *shape), side)
+            matrix = self._matrices[name]
+            expected = (matrix.rank, matrix.side(is_right))
             if tuple(vectors.shape) != expected:
                 raise ValueError(
                     f'the basis of {name!r} has the shape '
@@ -139,125 +152,93 @@ class PowerSGD(Compressor):
                 'knows the schedule; give a number of steps, or set '
                 'start_iter to one'
             )
-        exact = self.step < self.start_iter or not self._all_known()
-        bases = {} if exact else self._bases(gradients)
-        if not bases:
+        if self._is_exact() or not any(
+            gradient.name in self._matrices for gradient in gradients
+        ):
             yield from self._average(buffer, gradients)
             if self.step >= self.start_iter - 1:
                 self._find_bases(gradients)
             return
         self._compressed = True
-        slots, total = _slots(gradients, bases)
+        bases = [self._basis(gradient) for gradient in gradients]
+        inputs = [self._with_error(gradient) for gradient in gradients]
+        slots, total = _slots(bases)
         packed = buffer.new_zeros(total, dtype=torch.float32)
-        inputs = []
-        for gradient, slot in zip(gradients, slots, strict=True):
-            matrix = self._with_error(gradient)
-            basis = bases.get(gradient.name)
-            if basis is None:
-                packed[slot] = matrix
-            else:
-                matrix = matrix.view(basis.shape)
-                basis.project(matrix, out=packed[slot])
+        for gradient, basis, values, slot in zip(
+            gradients, bases, inputs, slots, strict=True
+        ):
+            basis.project(values, out=packed[slot])
             used = self._used(gradient)
             if used is not None:
                 packed[slot].mul_(used)
-            inputs.append(matrix)
 
         wire = packed.to(_wire_dtype(buffer))
         sent = wire.to(torch.float32, copy=True) if self._feedback else None
-        yield all_reduce(wire.div_(self.world_size))
+        yield all_reduce(wire.div_(self._pipeline.world_size))
         mean = wire.to(torch.float32)
         self._check(gradients, magnitude(mean))
 
-        for gradient, matrix, slot in zip(
-            gradients, inputs, slots, strict=True
+        for gradient, basis, values, slot in zip(
+            gradients, bases, inputs, slots, strict=True
         ):
-            basis = bases.get(gradient.name)
-            if self._feedback and basis is None:
-                matrix.sub_(sent[slot])
-            elif self._feedback:
-                matrix.addmm_(*basis.factors(sent[slot]), alpha=-1)
-            if basis is None:
-                gradient.flat.copy_(mean[slot])
-            else:
-                basis.reconstruct(mean[slot], out=gradient.flat)
-                self._keep_basis(gradient, basis, mean[slot])
+            if self._feedback:
+                basis.subtract(values, sent[slot])
+            basis.reconstruct(mean[slot], out=gradient.flat)
+            if isinstance(basis, Basis):
+                self._keep_basis(gradient.name, basis, mean[slot])
 
-    def _is_matrix(self, parameter: torch.Tensor) -> bool:
-        if not is_compressible(parameter):
-            return False
-        rows, columns = matrix_shape(parameter)
-        rank = min(self._rank, rows, columns)
-        factors = rank * (rows + columns)
-        # A vector is sent as it is, whatever the rate.
-        return columns > 1 and rows * columns > self._min_rate * factors
+    @property
+    def _is_right(self) -> bool:
+        """Which factor is known; all matrices change sides together."""
+        return self.compressed_steps % 2 == 0
 
-    def _bases(self, gradients: list[Gradient]) -> dict[str, Basis]:
-        """What each matrix is projected on, where that is known."""
-        is_right = self.compressed_steps % 2 == 0
-        bases = {}
-        for gradient in gradients:
-            if not self._is_matrix(gradient.parameter):
-                continue
-            if self._warm_start:
-                factor = self._memory.get('basis', gradient.name)
-            else:
-                factor = self._random_factor(gradient, is_right, self.step)
-            if factor is not None:
-                bases[gradient.name] = Basis(
-                    factor,
-                    is_right,
-                    matrix_shape(gradient.parameter),
-                    self._epsilon,
-                )
-        return bases
+    def _is_exact(self) -> bool:
+        """Whether this step is averaged without compression."""
+        if self.step < self.start_iter:
+            return True
+        known = self._memory.count('basis')
+        return self._warm_start and known < len(self._matrices)
 
-    def _all_known(self) -> bool:
-        """Whether all matrices have a basis; they change sides together."""
-        if self._known_since != self.step:  # once a step
-            self._known_since = self.step
-            self._known = not self._warm_start or all(
-                self._memory.get('basis', name) is not None
-                for name, parameter in self._parameters.items()
-                if self._is_matrix(parameter)
-            )
-        return self._known
+    def _basis(self, gradient: Gradient) -> Basis | Whole:
+        matrix = self._matrices.get(gradient.name)
+        if matrix is None:
+            return Whole(gradient.flat.numel())
+        if self._warm_start:
+            vectors = self._memory.get('basis', gradient.name)
+        else:
+            vectors = self._random_vectors(gradient.name, self.step)
+        return Basis(matrix, vectors, self._is_right, self._epsilon)
 
     def _find_bases(self, gradients: list[Gradient]) -> None:
         """Take the first bases from exact averages, equal on all ranks."""
-        is_right = self.compressed_steps % 2 == 0
         for gradient in gradients:
-            if not self._warm_start or not self._is_matrix(gradient.parameter):
+            matrix = self._matrices.get(gradient.name)
+            if matrix is None or not self._warm_start:
                 continue
-            shape = matrix_shape(gradient.parameter)
             # Copied, to be aligned alike in every layout of the buckets.
-            mean = gradient.flat.to(torch.float32, copy=True).view(shape)
-            basis = Basis(
-                self._random_factor(gradient, not is_right, 'start'),
-                not is_right,
-                shape,
-                self._epsilon,
-            )
-            fresh = mean.new_empty(basis.fresh_numel)
-            basis.project(mean, out=fresh)
-            self._keep_basis(gradient, basis, fresh)
+            mean = gradient.flat.to(torch.float32, copy=True)
+            vectors = self._random_vectors(gradient.name, 'start', other=True)
+            basis = Basis(matrix, vectors, not self._is_right, self._epsilon)
+            factor = mean.new_empty(basis.numel)
+            basis.project(mean, out=factor)
+            self._keep_basis(gradient.name, basis, factor)
 
-    def _random_factor(
-        self, gradient: Gradient, is_right: bool, use: object
+    def _random_vectors(
+        self, name: str, use: object, other: bool = False
     ) -> torch.Tensor:
-        side = matrix_shape(gradient.parameter)[is_right]
-        rank = min(self._rank, *matrix_shape(gradient.parameter))
-        # Not the global generator, and the same in every layout of buckets.
-        generator = torch.Generator('cpu').manual_seed(
-            (self._seed + crc32(f'{gradient.name} {use}'.encode())) % 2**63
-        )
+        """Return (rank, side), of the factor that is known, or the other."""
+        matrix = self._matrices[name]
         factor = torch.randn(
-            side, rank, generator=generator, dtype=torch.float32, device='cpu'
+            matrix.side(self._is_right ^ other),
+            matrix.rank,
+            generator=named_generator(self._seed, f'{name} {use}'),
+            dtype=torch.float32,
+            device='cpu',
         )
-        return orthonormal(factor.to(gradient.flat.device))
+        return orthonormal(factor.to(self._parameters[name].device))
 
     def _keep_basis(
-        self, gradient: Gradient, basis: Basis, fresh: torch.Tensor
+        self, name: str, basis: Basis, factor: torch.Tensor
     ) -> None:
         """Take the next basis from the averaged factor.
 
@@ -266,16 +247,17 @@ class PowerSGD(Compressor):
         """
         if not self._warm_start:
             return
-        key = (gradient.name, basis.is_right)
+        key = (name, basis.is_right)
         if key not in self._random_parts:
-            factor = self._random_factor(gradient, not basis.is_right, '')
+            other = basis.is_right == self._is_right
+            vectors = self._random_vectors(name, '', other)
             self._random_parts[key] = (
-                factor.t() if basis.is_right else factor
+                vectors.t() if basis.is_right else vectors
             ).flatten()
-        size = magnitude(fresh)
+        size = magnitude(factor)
         amount = torch.where(size == 0, 1, size * _RANDOM_PART)
-        fresh = fresh.addcmul(self._random_parts[key], amount)
-        self._memory.put('basis', gradient.name, basis.next(fresh))
+        factor = factor.addcmul(self._random_parts[key], amount)
+        self._memory.put('basis', name, basis.next(factor))
 
     def _end_step(self, finite: bool) -> None:
         super()._end_step(finite)
@@ -284,17 +266,15 @@ class PowerSGD(Compressor):
         self._compressed = False
 
 
-def _slots(
-    gradients: list[Gradient], bases: dict[str, Basis]
-) -> tuple[list[slice], int]:
-    """Where each tensor goes in the packed one, and how long that is."""
-    slots, end = [], 0
-    for gradient in gradients:
-        basis = bases.get(gradient.name)
-        numel = gradient.flat.numel() if basis is None else basis.fresh_numel
-        slots.append(slice(end, end + numel))
-        end += -(-numel // _ALIGNMENT) * _ALIGNMENT
-    return slots, end
+def _slots(bases: list[Basis | Whole]) -> tuple[list[slice], int]:
+    """Where each gradient's part goes in what is sent, and how long it is."""
+    padded = [-(-basis.numel // _ALIGNMENT) * _ALIGNMENT for basis in bases]
+    starts = [0, *accumulate(padded)]
+    slots = [
+        slice(start, start + basis.numel)
+        for start, basis in zip(starts, bases, strict=False)
+    ]
+    return slots, starts[-1]
 
 
 def _wire_dtype(buffer: torch.Tensor) -> torch.dtype:

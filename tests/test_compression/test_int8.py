@@ -268,3 +268,23 @@ def test_bytes_by_the_plan(world_size):
     # The blocks come back in their order.
     by_owner = plan.by_owner.flatten()[plan.by_bucket]
     assert torch.equal(by_owner, torch.arange(sum(counts)))
+
+
+def largest(rank, step):
+    """Float32's largest number, and those next to it."""
+    top = torch.finfo(torch.float32).max
+    return [
+        torch.full((n,), top * (1 - i * 2.0**-24))
+        for i, n in enumerate(LENGTHS)
+    ]
+
+
+@pytest.mark.parametrize('stochastic', [False, True])
+def test_the_largest_number_does_not_overflow(stochastic):
+    traces = run_ranks(
+        trace, 'int8', {'stochastic_rounding': stochastic}, SHAPES, largest, 1
+    )
+    top = torch.finfo(torch.float32).max
+    for mean in traces[0][0].average:
+        assert torch.isfinite(mean).all()
+        assert mean.min() >= top * (1 - 2.0**-6 * (1 + stochastic))

@@ -38,6 +38,7 @@ def train(rank, method, wrapper=None):
 
 def end_in_every_order(rank, folder, method):
     """Start a group, train, end all, several times in one process."""
+    gc.freeze()  # what the imports made need not be searched each time
     alive = set(threading.enumerate())
     orders = [
         (drop_the_model, None),
