@@ -9,22 +9,30 @@ results without an error.
 
 import functools
 import inspect
-import types
-import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-__all__ = ['Future', 'adapt_hook', 'call_hook', 'hook_name']
+__all__ = [
+    'Future',
+    'adapt_hook',
+    'bind_hook',
+    'call_hook',
+    'dense_buffer',
+    'hook_name',
+    'opaque',
+]
 
 Future = torch.futures.Future
 # What a work's get_future() returns is an instance of this base only.
 AnyFuture = torch._C.Future
 
-# Remembered here, as an attribute would travel with functools.wraps.
-_adapted_hooks = weakref.WeakSet()
+# Keeps torch.compile out of a function and of what it calls, as
+# torch.compiler.disable does; but that one imports Dynamo, which takes as
+# long as torch itself, at once, and this one in the first call.
+opaque = torch._disable_dynamo
 
 
 def adapt_hook(
@@ -40,32 +48,48 @@ def adapt_hook(
         name: The name that DDP's logging data show; by default the hook's.
 
     Returns:
-        A function ``(state, bucket)`` whose future yields the bucket's own
+        A callable ``(state, bucket)`` whose future yields the bucket's own
         buffer. A wrong result raises there, in Python, naming hook, bucket
-        and rank. A hook that has been adapted to the same name is returned
-        as it is.
+        and rank. torch.compile does not look into it. It can be pickled and
+        copied if ``hook`` can. A hook that has been adapted to the same name
+        is returned as it is.
 
     Raises:
         TypeError: If ``hook`` is not callable, is a coroutine or generator
             function, or cannot be called with two positional arguments.
     """
     if (
-        isinstance(hook, types.FunctionType)
-        and hook in _adapted_hooks
-        and name in (None, hook.__qualname__)
+        isinstance(hook, _BoundHook)
+        and hook.func is call_hook
+        and name in (None, hook_name(hook))
     ):
         return hook
     _check_callable(hook)
-
-    def adapted_hook(state, bucket):
-        return call_hook(hook, state, bucket)
-
-    # Not __name__: torch refuses some names for what it takes them to mean.
-    adapted_hook.__qualname__ = name or hook_name(hook)
-    _adapted_hooks.add(adapted_hook)
-    return adapted_hook
+    return bind_hook(name or hook_name(hook), call_hook, hook)
 
 
+class _BoundHook(functools.partial):
+    """A class of its own: multiprocessing drops the attributes of a partial.
+
+    It keeps the name that :func:`bind_hook` gives.
+    """
+
+
+def bind_hook(
+    name: str, function: Callable[..., Future], *arguments: Any
+) -> Callable[[Any, dist.GradBucket], Future]:
+    """Return ``function(*arguments, state, bucket)`` as a hook of that name.
+
+    Unlike a closure, it can be pickled and copied with its DDP.
+    """
+    hook = _BoundHook(function, *arguments)
+    hook.__qualname__ = name  # what DDP's logging data show
+    # torch refuses some names for what it takes them to mean.
+    hook.__name__ = 'hook'
+    return hook
+
+
+@opaque
 def call_hook(
     hook: Callable[[Any, dist.GradBucket], Any],
     state: Any,
@@ -82,7 +106,9 @@ def call_hook(
             values as a tensor of the buffer's length in any shape, stride
             and real dtype, alone or in a list of one; or as a torch future
             of that; or as an object whose ``wait()`` or ``value()`` yields
-            it. Only the torch future overlaps with the backward pass.
+            it. Only the torch future overlaps with the backward pass. For
+            sparse gradients, which are of one parameter, it is a sparse
+            tensor of the buffer's shape.
         state: Handed to the hook untouched.
         bucket: Gradients of shape (numel,). The buffer is overwritten.
 
@@ -90,18 +116,12 @@ def call_hook(
         A future of the buffer that the bucket held before the call.
 
     Raises:
-        TypeError: For another kind of result, or for sparse gradients.
+        TypeError: For another kind of result.
         ValueError: For a result of another length. Where the hook returned a
             future, both reach ``backward()`` as a RuntimeError that holds
             the message.
     """
     buffer = bucket.buffer()
-    if buffer.layout is not torch.strided:
-        raise TypeError(
-            f'communication hook {hook_name(hook)!r} got sparse gradients '
-            f'({buffer.layout}); use dense ones, as in '
-            'nn.Embedding(sparse=False)'
-        )
     result = hook(state, bucket)
     # Not the hook: the last reference to it would go on another thread.
     finish = functools.partial(_store_result, hook_name(hook), bucket, buffer)
@@ -115,9 +135,28 @@ def call_hook(
 
 def hook_name(hook: Callable) -> str:
     """Return a readable name for any callable, partials and objects too."""
-    while isinstance(hook, functools.partial):
+    while isinstance(hook, functools.partial) and not hasattr(
+        hook, '__qualname__'
+    ):
         hook = hook.func
     return getattr(hook, '__qualname__', type(hook).__qualname__)
+
+
+def dense_buffer(name: str, bucket: dist.GradBucket) -> torch.Tensor:
+    """Return the bucket's buffer, of shape (numel,).
+
+    Raises:
+        TypeError: If the gradients are sparse: the hook of this name takes
+            none.
+    """
+    buffer = bucket.buffer()
+    if buffer.layout is not torch.strided:
+        raise TypeError(
+            f'communication hook {name!r} got sparse gradients '
+            f'({buffer.layout}); use dense ones, as in '
+            'nn.Embedding(sparse=False)'
+        )
+    return buffer
 
 
 def _check_callable(hook: Any) -> None:
@@ -126,7 +165,10 @@ def _check_callable(hook: Any) -> None:
             'a communication hook must be callable as hook(state, bucket), '
             f'got {hook!r}'
         )
-    call = hook if inspect.isroutine(hook) else type(hook).__call__
+    is_function = inspect.isroutine(hook) or isinstance(
+        hook, functools.partial
+    )
+    call = hook if is_function else type(hook).__call__
     if (
         inspect.iscoroutinefunction(call)
         or inspect.isgeneratorfunction(call)
@@ -178,22 +220,15 @@ def _store_result(
     """Check a hook's result and copy it into ``buffer``, which is returned."""
     if isinstance(result, (list, tuple)) and len(result) == 1:
         result = result[0]
-    if not isinstance(result, torch.Tensor):
-        _reject(hook, bucket, TypeError, _describe(result))
-    if result.dtype is torch.bool or (
-        result.is_complex() and not buffer.is_complex()
-    ):
-        _reject(hook, bucket, TypeError, f'a {result.dtype} tensor')
-    if result.numel() != buffer.numel():
-        _reject(
-            hook,
-            bucket,
-            ValueError,
-            f'{result.numel()} elements for a buffer of {buffer.numel()}',
-        )
+    fault = _fault_of(result, buffer)
+    if fault is not None:
+        _reject(hook, bucket, *fault)
     if result is not buffer:
+        result = result.detach()
         try:
-            buffer.copy_(result.detach().reshape(-1))
+            if buffer.layout is torch.strided:
+                result = result.reshape(-1)
+            buffer.copy_(result)
         except RuntimeError as error:
             _reject(
                 hook,
@@ -205,14 +240,35 @@ def _store_result(
     return buffer
 
 
-def _describe(result: Any) -> str:
+def _fault_of(
+    result: Any, buffer: torch.Tensor
+) -> tuple[type[Exception], str] | None:
+    """Say what DDP would read wrongly, or not at all."""
     if result is None:
-        return 'None'
+        return TypeError, 'None'
     if isinstance(result, dist.Work):
-        return 'a Work (return its get_future() instead)'
+        return TypeError, 'a Work (return its get_future() instead)'
     if isinstance(result, AnyFuture):
-        return 'a future inside a future'
-    return f'a {type(result).__qualname__}'
+        return TypeError, 'a future inside a future'
+    if not isinstance(result, torch.Tensor):
+        return TypeError, f'a {type(result).__qualname__}'
+    if result.dtype is torch.bool or (
+        result.is_complex() and not buffer.is_complex()
+    ):
+        return TypeError, f'a {result.dtype} tensor'
+    if buffer.layout is torch.strided:
+        if result.numel() != buffer.numel():
+            return ValueError, (
+                f'{result.numel()} elements for a buffer of {buffer.numel()}'
+            )
+    elif result.layout is not buffer.layout:
+        return TypeError, f'a {result.layout} tensor for sparse gradients'
+    elif result.shape != buffer.shape:
+        return ValueError, (
+            f'a tensor of shape {tuple(result.shape)} for gradients of '
+            f'shape {tuple(buffer.shape)}'
+        )
+    return None
 
 
 def _reject(

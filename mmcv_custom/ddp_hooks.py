@@ -13,7 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .contract import Future, call_hook, hook_name
+from .contract import (
+    Future,
+    bind_hook,
+    call_hook,
+    dense_buffer,
+    hook_name,
+    opaque,
+)
 
 __all__ = [
     'allreduce_hook',
@@ -24,6 +31,7 @@ __all__ = [
 ]
 
 
+@opaque
 def allreduce_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -39,9 +47,10 @@ def allreduce_hook(
     Returns:
         A future of the bucket's buffer, which then holds the average.
     """
-    return _average(process_group, bucket.buffer())
+    return _average(process_group, dense_buffer('allreduce_hook', bucket))
 
 
+@opaque
 def fp16_compress_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -59,9 +68,11 @@ def fp16_compress_hook(
         the average. The cast copy is released when it completes
         (pytorch#45968).
     """
-    return _compress_hook(torch.float16, process_group, bucket)
+    buffer = dense_buffer('fp16_compress_hook', bucket)
+    return _average_as(torch.float16, process_group, buffer)
 
 
+@opaque
 def bf16_compress_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -71,7 +82,8 @@ def bf16_compress_hook(
     relative rounding error up to 2**-8. The backend has to reduce bfloat16:
     NCCL 2.10 does, gloo does in torch 2.14 and does not in torch 2.1.
     """
-    return _compress_hook(torch.bfloat16, process_group, bucket)
+    buffer = dense_buffer('bf16_compress_hook', bucket)
+    return _average_as(torch.bfloat16, process_group, buffer)
 
 
 # `register_comm_hook` refuses a function of the name bf16_compress_hook on a
@@ -130,12 +142,12 @@ def _is_wide(buffer: torch.Tensor) -> bool:
     return buffer.is_floating_point() and buffer.element_size() > 2
 
 
-def _compress_hook(
+def _average_as(
     dtype: torch.dtype,
     process_group: dist.ProcessGroup | None,
-    bucket: dist.GradBucket,
+    buffer: torch.Tensor,
 ) -> Future:
-    buffer = bucket.buffer()
+    """Average ``buffer`` in place, ``dtype`` on the wire."""
     if not _is_wide(buffer):
         return _average(process_group, buffer)
     future = _average(process_group, buffer.to(dtype))
@@ -147,27 +159,32 @@ def _compress_wrapper(
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
     if not callable(hook):
         raise TypeError(f'{name} takes a communication hook, got {hook!r}')
+    name = f'{name}({hook_name(hook)})'
+    return bind_hook(name, _call_on_copy, name, dtype, hook)
 
-    def wrapped_hook(
-        state: Any, bucket: dist.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
-        if not _is_wide(buffer):
-            return call_hook(hook, state, bucket)
-        bucket.set_buffer(buffer.to(dtype))
 
-        def decompress(future: Future) -> torch.Tensor:
-            buffer.copy_(future.value())
-            # The bucket object may outlive this step; the copy must not.
-            bucket.set_buffer(buffer)
-            return buffer
+@opaque
+def _call_on_copy(
+    name: str,
+    dtype: torch.dtype,
+    hook: Callable,
+    state: Any,
+    bucket: dist.GradBucket,
+) -> torch.futures.Future[torch.Tensor]:
+    """Call a hook on a copy of the bucket in ``dtype``; decompress."""
+    buffer = dense_buffer(name, bucket)
+    if not _is_wide(buffer):
+        return call_hook(hook, state, bucket)
+    bucket.set_buffer(buffer.to(dtype))
 
-        try:
-            return call_hook(hook, state, bucket).then(decompress)
-        except BaseException:
-            bucket.set_buffer(buffer)
-            raise
+    def decompress(future: Future) -> torch.Tensor:
+        buffer.copy_(future.value())
+        # The bucket object may outlive this step; the copy must not.
+        bucket.set_buffer(buffer)
+        return buffer
 
-    # The name that DDP's logging data show.
-    wrapped_hook.__qualname__ = f'{name}({hook_name(hook)})'
-    return wrapped_hook
+    try:
+        return call_hook(hook, state, bucket).then(decompress)
+    except BaseException:
+        bucket.set_buffer(buffer)
+        raise

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from mmcv_custom.compression import PowerSGD
 from mmcv_custom.contract import adapt_hook
 from mmcv_custom.ddp_hooks import (
     allreduce_hook,
+    bf16_compress_hook,
     bf16_compress_wrapper,
     fp16_compress_hook,
     fp16_compress_wrapper,
@@ -131,15 +133,101 @@ def test_state_is_handed_back_untouched():
         assert all(seen)
 
 
-def run_sparse(rank):
-    ddp = DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True))
-    ddp.register_comm_hook(None, adapt_hook(user_hooks.returns_tensor))
-    with pytest.raises(TypeError, match='sparse gradients'):
-        ddp(torch.tensor([1])).sum().backward()
+def sparse_mean(bucket):
+    mean = bucket.buffer().clone().div_(dist.get_world_size())
+    dist.all_reduce(mean)
+    return mean
 
 
-def test_sparse_gradients_are_refused():
-    run_ranks(run_sparse)
+def rows(indices, size=(6, 2)):
+    indices = torch.tensor([indices])
+    return torch.sparse_coo_tensor(
+        indices, torch.ones(indices.numel(), 2), size
+    )
+
+
+SPARSE_GOOD = {
+    'in place': user_hooks.returns_tensor,
+    'future': user_hooks.returns_future,
+    'new': lambda state, bucket: sparse_mean(bucket),
+    'coalesced': lambda state, bucket: sparse_mean(bucket).coalesce(),
+    'float64': lambda state, bucket: sparse_mean(bucket).double(),
+}
+SPARSE_BAD = {
+    # torch alone would make the gradient that large.
+    'large': lambda state, bucket: rows([0, 8], (9, 2)),
+    'small': lambda state, bucket: rows([0], (3, 2)),
+    'dense': lambda state, bucket: sparse_mean(bucket).to_dense(),
+    'flat': lambda state, bucket: sparse_mean(bucket).to_dense().view(-1),
+}
+
+
+def make_sparse_ddp(hook):
+    ddp = DistributedDataParallel(torch.nn.Embedding(6, 2, sparse=True))
+    ddp.register_comm_hook(None, hook)
+    return ddp
+
+
+def average_sparse(rank):
+    gradients, messages = {}, {}
+    tokens = torch.tensor([[1, 2, 2], [1, 4, 0]][rank])
+    for name, hook in SPARSE_GOOD.items():
+        ddp = make_sparse_ddp(adapt_hook(hook))
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(tokens).sum().backward()
+        gradients[name] = ddp.module.weight.grad
+    for name, hook in SPARSE_BAD.items():
+        ddp = make_sparse_ddp(adapt_hook(hook, name))
+        with pytest.raises((TypeError, ValueError)) as error:
+            ddp(tokens).sum().backward()
+        messages[name] = str(error.value)
+    return gradients, messages
+
+
+def test_a_users_hook_may_average_sparse_gradients():
+    for rank, (gradients, messages) in enumerate(run_ranks(average_sparse)):
+        for name, grad in gradients.items():
+            assert grad.is_sparse, name
+            assert grad.to_dense()[:, 0].tolist() == [0.5, 1, 1, 0, 0.5, 0]
+        for name, what in {
+            'large': r'a tensor of shape \(9, 2\) for gradients of shape '
+            r'\(6, 2\)',
+            'small': r'a tensor of shape \(3, 2\) for',
+            'dense': 'a torch.strided tensor for sparse gradients',
+            'flat': 'a torch.strided tensor for sparse gradients',
+        }.items():
+            assert re.match(
+                f"communication hook '.*' returned {what}", messages[name]
+            ), messages[name]
+            assert f'bucket 0 on rank {rank}' in messages[name]
+
+
+OURS = {
+    'allreduce_hook': allreduce_hook,
+    'fp16_compress_hook': fp16_compress_hook,
+    'bf16_compress_hook': bf16_compress_hook,
+    'bf16_compress_wrapper(returns_tensor)': bf16_compress_wrapper(
+        user_hooks.returns_tensor
+    ),
+    'PowerSGD': PowerSGD,
+}
+
+
+def refuse_sparse(rank):
+    for name, hook in OURS.items():
+        ddp = DistributedDataParallel(torch.nn.Embedding(6, 2, sparse=True))
+        if name == 'PowerSGD':
+            hook = hook().bind(ddp)
+        ddp.register_comm_hook(None, adapt_hook(hook))
+        with pytest.raises(TypeError) as error:
+            ddp(torch.tensor([1])).sum().backward()
+        assert f"hook '{name}' got sparse gradients" in str(error.value)
+    return True
+
+
+def test_our_hooks_refuse_sparse_gradients():
+    assert run_ranks(refuse_sparse) == [True] * 2
 
 
 def logged_names(rank):
@@ -172,6 +260,10 @@ def generator(state, bucket):
         (lambda a, b, c: a, "missing a required argument: 'c'"),
         (coroutine, "'coroutine' is a coroutine or generator function"),
         (generator, "'generator' is a coroutine or generator function"),
+        (
+            functools.partial(coroutine),
+            "'coroutine' is a coroutine or generator function",
+        ),
         (
             functools.partial(user_hooks.scaled, factr=1.0),
             "'scaled' cannot be called",

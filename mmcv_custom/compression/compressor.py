@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..contract import Future
+from ..contract import Future, dense_buffer
 from .collective import Collective, all_reduce
 from .gradient import (
     Gradient,
@@ -90,12 +90,14 @@ class Compressor(ABC):
         Raises:
             RuntimeError: Without :meth:`bind`, or if an earlier exchange
                 failed.
+            TypeError: If the gradients are sparse.
         """
         if self._pipeline is None:
             raise RuntimeError(
                 f'{type(self).__name__}: call bind(ddp) before registering'
             )
-        buffer, parameters = bucket.buffer(), bucket.parameters()
+        buffer = dense_buffer(type(self).__name__, bucket)
+        parameters = bucket.parameters()
         if self._record.has_any(parameters):
             self.settle()
         if not buffer.numel():
