@@ -359,3 +359,24 @@ def test_unused_parameters(name):
         assert grads['nobody'] is None
         assert torch.equal(grads['rank0'], torch.full((4,), 0.5))
         assert grads['both'] is not None
+
+
+@pytest.mark.parametrize(
+    ('world_size', 'mean'), [(2, 2.0**-23), (4, 0.0)], ids=str
+)
+def test_small_gradients_in_fp16_depend_on_the_number_of_ranks(
+    world_size, mean
+):
+    """fp16's smallest number is 2**-24; a half of it is the last that counts.
+
+    1e-7 is cast to 2 * 2**-24, and what is divided by four becomes 0.
+    """
+    values = [1e-7] * world_size
+    for grad, _ in run_ranks(
+        reduce_hand_set,
+        'fp16_compress_hook',
+        values,
+        torch.float32,
+        world_size=world_size,
+    ):
+        assert torch.equal(grad, torch.full((3, 4), mean))

@@ -47,8 +47,7 @@ class Compressor(ABC):
         skipped_steps: How many were not finite.
     """
 
-    # How many collectives a bucket has at most, one after the other.
-    collectives = 1
+    collectives = 1  # that a bucket has at most, one after the other
     # Whether there is an error memory.
     _feedback = False
     # The attributes that are saved beside the tensors.

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mmcv_custom import ddp_hooks
 from mmcv_custom.compression import Int8
 from mmcv_custom.contract import adapt_hook
 from tests import toy
@@ -37,26 +38,30 @@ def train(rank, method, wrapper=None):
 
 
 def end_in_every_order(rank, folder, method):
-    """Start a group, train, end all, several times in one process."""
+    orders = [
+        (drop_the_model, method, None),
+        (drop_the_model, method, 'fp16'),
+        (keep_the_hook, method),
+        (train, method),
+        (end_the_group_first, method),
+        (close, method),
+    ]
+    end_in_order(rank, folder, orders * ROUNDS)
+
+
+def end_in_order(rank, rendezvous, orders):
+    """For each order, start a group, train, end all, in one process."""
     gc.freeze()  # what the imports made need not be searched each time
     alive = set(threading.enumerate())
-    orders = [
-        (drop_the_model, None),
-        (drop_the_model, 'fp16'),
-        (keep_the_hook,),
-        (train,),
-        (end_the_group_first,),
-        (close,),
-    ]
-    for i, (order, *args) in enumerate(orders * ROUNDS):
+    for i, (order, *args) in enumerate(orders):
         dist.init_process_group(
             'gloo',
-            init_method=f'file://{folder}/{i}',
+            init_method=f'file://{rendezvous}-{i}',
             rank=rank,
             world_size=2,
             timeout=timedelta(seconds=30),
         )
-        rest = order(rank, method, *args)
+        rest = order(rank, *args)
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
@@ -110,7 +115,39 @@ def close(rank, method):
 @pytest.mark.parametrize('method', METHODS)
 def test_nothing_outlives_model_hook_and_group(tmp_path, method):
     """In any order, several times in one process."""
-    run_ranks(end_in_every_order, tmp_path, method, init=False)
+    rendezvous = tmp_path / 'group'
+    run_ranks(end_in_every_order, rendezvous, method, init=False)
+
+
+def train_with_a_hook(rank, name, wrapper):
+    ddp = toy.make_ddp()
+    hook = getattr(ddp_hooks, name)
+    if wrapper is not None:
+        hook = getattr(ddp_hooks, wrapper)(hook)
+    ddp.register_comm_hook(None, adapt_hook(hook))
+    for step in range(2):
+        toy.train_step(ddp, rank, step)
+    return ddp
+
+
+def end_the_hooks(rank, folder):
+    orders = [
+        lambda *args: train_with_a_hook(*args) and None,
+        train_with_a_hook,
+    ]
+    hooks = [
+        ('allreduce_hook', None),
+        ('fp16_compress_hook', None),
+        ('allreduce_hook', 'fp16_compress_wrapper'),
+    ]
+    for i, (name, wrapper) in enumerate(hooks):
+        end_in_order(
+            rank, f'{folder}/{i}', [(o, name, wrapper) for o in orders]
+        )
+
+
+def test_nothing_outlives_a_hook_of_one_collective(tmp_path):
+    run_ranks(end_the_hooks, tmp_path, init=False)
 
 
 def run_stages(rank):
