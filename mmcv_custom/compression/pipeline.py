@@ -22,7 +22,7 @@ __all__ = ['Pipeline']
 
 # An idle thread ends at once. One that waits for a rank that is gone is left
 # to the timeout of its group, so that a failed process can end.
-_PATIENCE_S = 5.0
+_PATIENCE_S = 2.0
 
 
 class Pipeline:
