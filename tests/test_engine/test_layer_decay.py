@@ -281,3 +281,31 @@ def test_resume_with_other_sizes(tmp_path):
             steps = 5 if name in fresh else 8
             assert state[parameter]['step'] == steps, name
             assert state[parameter]['exp_avg'].shape == parameter.shape
+
+
+def compile_parts(model, parts):
+    if 'blocks' in parts:
+        for index, block in enumerate(model.backbone.blocks):
+            model.backbone.blocks[index] = torch.compile(block)
+    if 'backbone' in parts:
+        model.backbone = torch.compile(model.backbone)
+    return torch.compile(model) if 'model' in parts else model
+
+
+@pytest.mark.parametrize(
+    'parts', [['model'], ['backbone'], ['blocks'], ['backbone', 'model']]
+)
+def test_compiled_models_have_the_same_groups(parts):
+    plain = make_segmentor()
+    expected = build_optim_wrapper(plain, optim_config()).optimizer
+    compiled = compile_parts(plain, parts)
+    assert any('_orig_mod' in n for n, _ in compiled.named_parameters())
+    groups = build_optim_wrapper(compiled, optim_config()).optimizer
+    for ours, theirs in zip(
+        groups.param_groups, expected.param_groups, strict=True
+    ):
+        assert ours['lr'] == theirs['lr']
+        assert ours['weight_decay'] == theirs['weight_decay']
+        assert len(ours['params']) == len(theirs['params'])
+        for a, b in zip(ours['params'], theirs['params'], strict=True):
+            assert a is b

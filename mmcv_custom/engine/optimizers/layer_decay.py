@@ -1,7 +1,6 @@
 """Layer-wise learning-rate decay for plain vision transformers."""
 
 import logging
-import re
 
 import torch
 from mmengine.dist import is_main_process
@@ -85,11 +84,11 @@ class LayerDecayOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         """
         depth = _depth_of(module)
         groups: dict[tuple[int, bool], dict] = {}
-        for name, param in module.named_parameters():
+        exempt = {module.backbone.pos_embed, module.backbone.cls_token}
+        for param, layer in _layers_of(module, depth).items():
             if not param.requires_grad:
                 continue
-            layer = _layer_of(name, depth)
-            decays = not _is_exempt(name, param)
+            decays = param.ndim > 1 and param not in exempt
             if (layer, decays) not in groups:
                 groups[layer, decays] = self._new_group(
                     depth + 1 - layer, decays
@@ -129,19 +128,16 @@ def _depth_of(model: nn.Module) -> int:
     return depth
 
 
-def _layer_of(name: str, depth: int) -> int:
-    """0 for the embeddings, 1 + i for block i, depth + 1 for the rest."""
-    block = re.match(r'backbone\.blocks\.(\d+)\.', name)
-    if block:
-        return int(block[1]) + 1
-    return 0 if name.startswith('backbone.') else depth + 1
+def _layers_of(model: nn.Module, depth: int) -> dict[nn.Parameter, int]:
+    """0 for the embeddings, 1 + i for block i, depth + 1 for the rest.
 
-
-def _is_exempt(name: str, param: nn.Parameter) -> bool:
-    return param.ndim <= 1 or name in (
-        'backbone.pos_embed',
-        'backbone.cls_token',
-    )
+    Told by where a parameter is, as torch.compile changes the names.
+    """
+    layers = dict.fromkeys(model.parameters(), depth + 1)
+    layers.update(dict.fromkeys(model.backbone.parameters(), 0))
+    for index, block in enumerate(model.backbone.blocks):
+        layers.update(dict.fromkeys(block.parameters(), index + 1))
+    return layers
 
 
 def _drop_outgrown_state(optimizer: torch.optim.Optimizer) -> None:
