@@ -13,8 +13,16 @@ ALLOWED = {
     '__init__': set(),
     'contract': {'torch'},
     'ddp_hooks': {'contract', 'torch'},
-    'compression': {'contract', 'torch'},
-    'engine': {'compression', 'contract', 'ddp_hooks', 'torch', 'mmengine'},
+    'parameters': {'contract', 'torch'},
+    'compression': {'contract', 'parameters', 'torch'},
+    'engine': {
+        'compression',
+        'contract',
+        'ddp_hooks',
+        'parameters',
+        'torch',
+        'mmengine',
+    },
     'models': {'torch', 'timm', 'safetensors', 'mmcv', 'mmengine', 'mmseg'},
     'datasets': {'numpy', 'cv2', 'mmengine', 'mmseg'},
 }

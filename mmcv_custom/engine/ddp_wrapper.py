@@ -1,7 +1,8 @@
 """The DDP wrapper that carries a communication hook."""
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,19 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compression import Compressor
 from ..compression.collective import all_reduce
 from ..contract import adapt_hook, hook_name
+from ..parameters import ReducedParameters
 from .builder import CommHook, build_comm_hook, normalize_comm_hook
 
 __all__ = ['CommHookDistributedDataParallel', 'attach_comm_hook']
+
+# The option that sends the buffers of rank 0 to the others in each step:
+# torch 2.14 has a new name for it, and warns of the old one.
+_SYNC_OPTIONS = ('forward_sync_buffers', 'broadcast_buffers')
+_SYNC_OPTION = next(
+    name
+    for name in _SYNC_OPTIONS
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
 
 
 @MODEL_WRAPPERS.register_module()
@@ -23,7 +34,8 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
     """MMEngine's DDP wrapper with a communication hook.
 
     Its defaults are the options that MMEngine uses when no wrapper is
-    configured: buffers are not broadcast.
+    configured: buffers are not broadcast. It notices parameters that are
+    unfrozen, added or replaced after it was made.
 
     Args:
         module: The model to wrap.
@@ -31,8 +43,9 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
             :func:`mmcv_custom.engine.normalize_comm_hook`.
         device_ids: As in ``DistributedDataParallel``, but dropped if the
             parameters are not on an accelerator; MMEngine always passes it.
-        broadcast_buffers: As in ``DistributedDataParallel``.
-        **kwargs: Options of ``MMDistributedDataParallel``.
+        **kwargs: Options of ``MMDistributedDataParallel``. Without
+            ``broadcast_buffers`` and ``forward_sync_buffers`` the one that
+            this torch prefers is False.
 
     Raises:
         TypeError, ValueError: If ``ddp_comm_hook`` is wrong.
@@ -45,19 +58,15 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
         module: nn.Module,
         ddp_comm_hook: str | dict | None = None,
         device_ids: list | None = None,
-        broadcast_buffers: bool = False,
         **kwargs,
     ) -> None:
         build_comm_hook(ddp_comm_hook)  # checks, before anything is sent
         if all(p.device.type == 'cpu' for p in module.parameters()):
             device_ids = None
+        if not kwargs.keys() & set(_SYNC_OPTIONS):
+            kwargs[_SYNC_OPTION] = False
         try:
-            super().__init__(
-                module,
-                device_ids=device_ids,
-                broadcast_buffers=broadcast_buffers,
-                **kwargs,
-            )
+            super().__init__(module, device_ids=device_ids, **kwargs)
         except RuntimeError as error:
             # DDP broadcasts all parameters, frozen ones too.
             if 'Invalid scalar type' not in str(error):
@@ -68,7 +77,26 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
                 f'{torch.__version__} cannot send one of the dtypes of the '
                 f'model, {", ".join(sorted(dtypes))} ({error}); use float32'
             ) from error
+        self._reduced = ReducedParameters(self)
         attach_comm_hook(self, ddp_comm_hook)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Build the copy anew; as with torch's DDP, without its hook."""
+        super().__setstate__(state)
+        self._reduced = ReducedParameters(self)
+        # torch keeps it, and never reduces a copied static graph.
+        self._static_graph_delay_allreduce_enqueued = False
+
+    def forward(self, *args, **kwargs) -> Any:
+        """Run the module.
+
+        Raises:
+            RuntimeError: If a parameter needs gradients that DDP does not
+                reduce, as it came or was unfrozen later.
+        """
+        if torch.is_grad_enabled():
+            self._reduced.check(self)
+        return super().forward(*args, **kwargs)
 
     def register_comm_hook(
         self, state: Any, hook: Callable[[Any, dist.GradBucket], Any]
@@ -85,7 +113,11 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
             TypeError: If ``hook`` cannot be called as a hook.
         """
         _check_registration(self, hook)
-        super().register_comm_hook(state, adapt_hook(hook))
+        try:
+            hook = adapt_hook(hook)
+        except TypeError as error:
+            _refuse(self, error)
+        super().register_comm_hook(state, hook)
 
 
 def attach_comm_hook(
@@ -155,18 +187,31 @@ def _check_backend(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
 
 def _check_registration(ddp: DistributedDataParallel, hook: Callable) -> None:
     """Check what torch notices too late: a second hook, or a late one."""
+    name = hook_name(hook)
     present = ddp._get_ddp_logging_data().get('comm_hook')
     if present:
-        raise RuntimeError(
-            f'communication hook {hook_name(hook)!r} cannot be registered: '
-            f'DDP takes one hook, and {present!r} is registered already'
+        _refuse(
+            ddp,
+            RuntimeError(
+                f'communication hook {name!r} cannot be registered: DDP '
+                f'takes one hook, and {present!r} is registered already'
+            ),
         )
     if (
         any(ddp.reducer.get_backward_stats())
         # set by the first backward of a static graph, which has no stats
         or getattr(ddp, '_static_graph_delay_allreduce_enqueued', False)
     ):
-        raise RuntimeError(
-            f'communication hook {hook_name(hook)!r} must be registered '
-            'before the first backward pass'
+        _refuse(
+            ddp,
+            RuntimeError(
+                f'communication hook {name!r} must be registered before the '
+                'first backward pass'
+            ),
         )
+
+
+def _refuse(ddp: DistributedDataParallel, error: Exception) -> NoReturn:
+    """Raise an error that DDP's logging data show, too, as torch's do."""
+    ddp.logger.set_error_and_log(f'{type(error)}: {error}')
+    raise error

@@ -1,9 +1,15 @@
 """The DDP wrapper alone, and through MMEngine's own runner."""
 
+import copy
+import inspect
+import pickle
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
 from mmengine.runner import Runner
+from torch.nn.parallel import DistributedDataParallel
 
 from mmcv_custom.ddp_hooks import allreduce_hook, fp16_compress_hook
 from mmcv_custom.engine import CommHookDistributedDataParallel
@@ -206,3 +212,120 @@ def test_bfloat16_parameters():
                 'one of the dtypes of the model, torch.bfloat16, '
                 'torch.float32 (Invalid scalar type'
             )
+
+
+def buffers_option(rank, options):
+    """What DDP does with the buffers, without a warning of an old name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', FutureWarning)
+        return wrap(**options).broadcast_buffers
+
+
+def test_buffers_are_not_sent_around_unless_asked_for():
+    assert run_ranks(buffers_option, {}) == [False] * 2
+
+
+@pytest.mark.filterwarnings('ignore::FutureWarning')
+@pytest.mark.parametrize('value', [True, False])
+def test_a_users_option_for_the_buffers_wins(value):
+    parameters = inspect.signature(DistributedDataParallel).parameters
+    for name in ('broadcast_buffers', 'forward_sync_buffers'):
+        if name in parameters:
+            assert run_ranks(users_option, {name: value}) == [value] * 2
+
+
+def users_option(rank, options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        value = wrap(**options).broadcast_buffers
+    # That both are set.
+    assert not any('Both' in str(warning.message) for warning in caught)
+    return value
+
+
+def refused_registrations(rank):
+    """The error of each refusal, and what DDP's logging data tell of it."""
+    refusals = []
+    for hook, setup in (
+        ({}, None),
+        (lambda bucket: bucket, None),
+        (allreduce_hook, 'fp16'),
+        (allreduce_hook, 'trained'),
+    ):
+        ddp = wrap(ddp_comm_hook=setup if setup == 'fp16' else None)
+        if setup == 'trained':
+            train_step(ddp, rank)
+        with pytest.raises((TypeError, RuntimeError)) as error:
+            ddp.register_comm_hook({}, hook)
+        data = ddp._get_ddp_logging_data()
+        refusals.append(
+            (
+                error.type,
+                str(error.value),
+                data['has_error'],
+                data['error'],
+                data.get('comm_hook'),
+            )
+        )
+    return refusals
+
+
+def test_refused_registrations_are_in_the_logging_data():
+    for refusals in run_ranks(refused_registrations):
+        for error, message, has_error, logged, _ in refusals:
+            assert has_error
+            assert logged == f'{error}: {message}'
+        assert [hook for *_, hook in refusals] == [None, None, 'fp16', None]
+        assert [error for error, *_ in refusals] == [
+            TypeError,
+            TypeError,
+            RuntimeError,
+            RuntimeError,
+        ]
+
+
+def unfreeze_later(rank):
+    model = make_model()
+    model[0].requires_grad_(False)
+    ddp = CommHookDistributedDataParallel(model, ddp_comm_hook='fp16')
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(index):
+        loss_of(ddp, make_batch(rank, index)).backward()
+        optimizer.step()
+
+    step(0)
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r'0\.weight and 1 more: trained'):
+        step(1)
+    with torch.no_grad():
+        ddp(make_batch(rank))  # nothing to reduce
+    # A copy is built for what is trained when it is made.
+    step_of_copy = copy.deepcopy(ddp)
+    loss_of(step_of_copy, make_batch(rank)).backward()
+    return [p.detach() for p in model.parameters()] + [
+        p.grad for p in step_of_copy.parameters()
+    ]
+
+
+def test_parameters_that_are_unfrozen_later_stop_the_training():
+    for a, b in zip(*run_ranks(unfreeze_later), strict=True):
+        assert torch.equal(a, b)
+
+
+def train_copied_static_graph(rank):
+    ddp = wrap(static_graph=True)
+    for index in range(2):
+        train_step(ddp, rank, index)
+    copied = pickle.loads(pickle.dumps(ddp))
+    copied.register_comm_hook(None, allreduce_hook)
+    return [train_step(copied, rank, index) for index in range(3)]
+
+
+def test_copy_of_a_trained_static_graph_reduces():
+    for gradients in run_ranks(train_copied_static_graph):
+        for index, of_step in enumerate(gradients):
+            for grad, mean in zip(
+                of_step, reference_gradients(2, index), strict=True
+            ):
+                assert (grad - mean).abs().max() <= 1e-6 * mean.abs().max()

@@ -1,9 +1,13 @@
 """Checks of a wrapped model that has gone through the start of a training."""
 
+from typing import Any
+
 from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapperDict
 from mmengine.registry import HOOKS
 from torch import nn
+
+from ...parameters import ReducedParameters, plain_name
 
 __all__ = ['WrappedModelHook']
 
@@ -16,18 +20,48 @@ class WrappedModelHook(Hook):
         model: Just wrapped.
     """
 
+    # After the hooks that may cast or unfreeze something.
+    priority = 'LOWEST'
+
     def __init__(self, model: nn.Module) -> None:
-        self._dtypes = {n: p.dtype for n, p in model.named_parameters()}
+        self._dtypes = {
+            plain_name(n): p.dtype for n, p in model.named_parameters()
+        }
+        # MMSeparateDistributedDataParallel is a DDP by name only.
+        self._reduced = (
+            ReducedParameters(model) if hasattr(model, 'reducer') else None
+        )
 
     def before_train(self, runner) -> None:
-        """Refuse a late cast; warn of lost gradients.
+        """Refuse a late cast and parameters that come late.
 
         Raises:
             RuntimeError: If a parameter has another dtype than when it was
                 wrapped: DDP has laid out its buckets for that one
-                (radixark/miles#992).
+                (radixark/miles#992); or if it needs gradients that DDP does
+                not reduce.
         """
-        for name, parameter in runner.model.named_parameters():
+        self._check_dtypes(runner.model)
+        self._check_reduced(runner.model)
+        self._warn_of_lost_gradients(runner)
+
+    def before_train_iter(
+        self, runner, batch_idx: int, data_batch: Any = None
+    ) -> None:
+        """Refuse parameters that come late.
+
+        Raises:
+            RuntimeError: As :meth:`before_train`.
+        """
+        self._check_reduced(runner.model)
+
+    def _check_reduced(self, model: nn.Module) -> None:
+        if self._reduced is not None:
+            self._reduced.check(model)
+
+    def _check_dtypes(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            name = plain_name(name)
             wrapped = self._dtypes.get(name, parameter.dtype)
             if parameter.requires_grad and parameter.dtype != wrapped:
                 raise RuntimeError(
@@ -35,6 +69,8 @@ class WrappedModelHook(Hook):
                     f'{parameter.dtype} now; cast it before, as the dtype of '
                     'the backbone in the config does'
                 )
+
+    def _warn_of_lost_gradients(self, runner) -> None:
         wrappers = runner.optim_wrapper
         if not isinstance(wrappers, OptimWrapperDict):
             wrappers = {'': wrappers}
