@@ -132,7 +132,9 @@ def build_runner(cfg: Config) -> Runner:
 
     if 'runner_type' not in cfg:
         return CommHookRunner.from_cfg(cfg)
-    runner = RUNNERS.get(cfg.runner_type)
+    runner = cfg.runner_type  # a class in a pure Python config
+    if isinstance(runner, str):
+        runner = RUNNERS.get(runner)
     reads_key = inspect.isclass(runner) and issubclass(runner, CommHookRunner)
     if not reads_key and normalize_comm_hook(cfg.get('ddp_comm_hook')):
         sys.exit(

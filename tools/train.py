@@ -8,7 +8,9 @@ from config_step import (
     load_config,
     set_local_rank,
 )
-from mmengine.config import Config
+from mmengine.config import Config, ConfigDict
+from mmengine.optim import AmpOptimWrapper, OptimWrapper
+from mmengine.registry import OPTIM_WRAPPERS
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -40,15 +42,22 @@ def build_config(args: argparse.Namespace) -> Config:
     cfg = load_config(args)
     if args.resume:
         cfg.resume = True
-    if args.amp and cfg.optim_wrapper.type != 'AmpOptimWrapper':
-        if cfg.optim_wrapper.type != 'OptimWrapper':
-            raise SystemExit(
-                '--amp needs an optim_wrapper of type '
-                f'OptimWrapper, got {cfg.optim_wrapper.type}'
-            )
-        cfg.optim_wrapper.type = 'AmpOptimWrapper'
-        cfg.optim_wrapper.loss_scale = 'dynamic'
+    if args.amp:
+        _use_amp(cfg.optim_wrapper)
     return cfg
+
+
+def _use_amp(optim_wrapper: ConfigDict) -> None:
+    kind = optim_wrapper.get('type', 'OptimWrapper')
+    wrapper = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
+    if wrapper is AmpOptimWrapper:
+        return
+    if wrapper is not OptimWrapper:
+        raise SystemExit(
+            f'--amp needs an optim_wrapper of type OptimWrapper, got {kind}'
+        )
+    optim_wrapper.type = 'AmpOptimWrapper'
+    optim_wrapper.loss_scale = 'dynamic'
 
 
 def main() -> None:

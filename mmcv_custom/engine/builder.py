@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -51,14 +52,16 @@ class CommHook:
     instance: Any = None
 
 
-def normalize_comm_hook(cfg: str | dict | None) -> dict | None:
+def normalize_comm_hook(cfg: str | dict | Callable | None) -> dict | None:
     """Check a value of ``ddp_comm_hook`` without building anything.
 
     Args:
         cfg: A name, ``dict(type=name, wrapper=name, **knobs)``, or None. A
             name is one of :data:`COMM_HOOKS`, a function name of
             ``ddp_hooks``, or the dotted path of a hook. Case does not
-            matter in a name that is not dotted, and ``-`` means ``_``.
+            matter in a name that is not dotted, and ``-`` means ``_``. As
+            elsewhere in MMEngine, a function or class of a module may stand
+            for its name.
 
     Returns:
         ``dict(type=..., **knobs)`` of plain data, with ``wrapper`` where one
@@ -66,7 +69,8 @@ def normalize_comm_hook(cfg: str | dict | None) -> dict | None:
         ``cfg`` is left as it is.
 
     Raises:
-        TypeError: If ``cfg`` or a name in it is of another type.
+        TypeError: If ``cfg`` or a name in it is of another type, or a
+            function or class that cannot be imported by its name.
         ValueError: For a name that does not exist, a knob that the hook does
             not have or that is missing, a wrapper around a hook that casts
             already, and a wrapper or knobs without a hook.
@@ -109,7 +113,8 @@ def normalize_comm_hook(cfg: str | dict | None) -> dict | None:
 
 
 def build_comm_hook(
-    cfg: str | dict | None, process_group: dist.ProcessGroup | None = None
+    cfg: str | dict | Callable | None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> CommHook | None:
     """Build the hook that a value of ``ddp_comm_hook`` names.
 
@@ -159,6 +164,8 @@ def _normalize_name(
 ) -> str | None:
     if value is None:
         return None
+    if callable(value):
+        return _name_of(key, value, names)
     if not isinstance(value, str):
         raise TypeError(
             f'ddp_comm_hook: {key} must be a name, got {value!r}; '
@@ -171,6 +178,22 @@ def _normalize_name(
     if _fold(value) in ('', 'none'):
         return None
     return folded.get(_fold(value), value)
+
+
+def _name_of(key: str, value: Callable, names: dict) -> str:
+    """Return the name of a function or class; a config holds names."""
+    for name, registered in names.items():
+        if registered is value:
+            return name
+    module = getattr(value, '__module__', None)
+    name = getattr(value, '__qualname__', None)
+    if getattr(sys.modules.get(module), str(name), None) is not value:
+        raise TypeError(
+            f'ddp_comm_hook: {key}={value!r} cannot be found by a name, which '
+            'checkpoints and dumped configs hold; define it at the top level '
+            'of a module'
+        )
+    return f'{module}.{name}'
 
 
 def _fold(name: str) -> str:

@@ -66,6 +66,7 @@ class CommHookRunner(Runner):
     def setup_env(self, env_cfg: dict) -> None:
         """Check the key and start the process group, before all else."""
         build_comm_hook(self._hook_cfg)
+        self._name_hook()
         self._check_wrapper()
         self._check_optimizer()
         if self.distributed and not is_distributed() and _on_cpu():
@@ -191,6 +192,13 @@ class CommHookRunner(Runner):
                 'model_wrapper_cfg'
             )
         return options['ddp_comm_hook']
+
+    def _name_hook(self) -> None:
+        """Put the name for a class or function: the config gets dumped."""
+        for options in (self.cfg, self.cfg.get('model_wrapper_cfg') or {}):
+            cfg = options.get('ddp_comm_hook')
+            if callable(cfg) or isinstance(cfg, dict):
+                options['ddp_comm_hook'] = normalize_comm_hook(cfg)
 
     def _is_local(self, out_dir: str) -> bool:
         if '://' not in out_dir:

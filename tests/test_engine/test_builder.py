@@ -1,11 +1,14 @@
 """The config key: what is accepted, what is refused, what is built."""
 
+import functools
 import re
 
 import pytest
 import torch.distributed as dist
 from mmengine.config import Config
 
+from mmcv_custom.compression import Int8, PowerSGD
+from mmcv_custom.ddp_hooks import fp16_compress_hook, fp16_compress_wrapper
 from mmcv_custom.engine import (
     COMM_HOOKS,
     build_comm_hook,
@@ -47,6 +50,17 @@ def registered():
         (
             {'type': 'allreduce', 'wrapper': 'FP16_compress_wrapper'},
             {'type': 'allreduce', 'wrapper': 'fp16'},
+        ),
+        (fp16_compress_hook, {'type': 'fp16'}),
+        (PowerSGD, {'type': 'powersgd'}),
+        (user_hooks.scaled, {'type': DOTTED}),
+        (
+            {'type': Int8, 'use_error_feedback': True},
+            {'type': 'int8', 'use_error_feedback': True},
+        ),
+        (
+            {'type': user_hooks.Stateful, 'wrapper': fp16_compress_wrapper},
+            {'type': 'tests.user_hooks.Stateful', 'wrapper': 'fp16'},
         ),
         (DOTTED, {'type': DOTTED}),
         (
@@ -92,7 +106,6 @@ def test_normalized(cfg, spec):
         (True, TypeError, 'type must be a name, got True; valid names'),
         (16, TypeError, 'got 16'),
         (['fp16', 'bf16'], TypeError, "got ['fp16', 'bf16']"),
-        (user_hooks.scaled, TypeError, 'got <function scaled'),
         ({'type': 'fp16', 'rank': 2}, ValueError, "'fp16' has no knob 'rank'"),
         (
             {'type': DOTTED, 'factr': 2},
@@ -171,9 +184,8 @@ def build_in_subgroup(rank):
     COMM_HOOKS.register_module('MyHook', module=user_hooks.Stateful)
     plain = build_comm_hook('fp16', group)
     own = build_comm_hook({'type': 'MyHook', 'factor': 2.0}, group)
-    hooks = [cell.cell_contents for cell in own.hook.__closure__]
-    stateful = next(h for h in hooks if isinstance(h, user_hooks.Stateful))
-    return plain.state is group, stateful.process_group is group
+    assert isinstance(own.instance, user_hooks.Stateful)
+    return plain.state is group, own.instance.process_group is group
 
 
 def test_binds_the_process_group():
@@ -200,3 +212,57 @@ def test_registered_names(registered_oddly, name):
     assert build_comm_hook({'type': name, 'factor': 2.0}).name.endswith(
         '[factor=2.0]'
     )
+
+
+def test_class_is_logged_by_the_name_it_is_registered_by(registered):
+    knobs = {'factor': 2}
+    by_class = build_comm_hook({'type': user_hooks.Stateful, **knobs})
+    assert by_class.name == 'MyHook[factor=2]'
+
+
+@pytest.mark.parametrize(
+    'hook',
+    [
+        lambda state, bucket: bucket.buffer(),
+        functools.partial(user_hooks.scaled, factor=2.0),
+        user_hooks.Stateful(),
+        user_hooks.Stateful().method,
+        Int8(),
+    ],
+)
+def test_what_has_no_name_in_a_module_is_refused(hook):
+    for cfg in (hook, {'type': hook}, {'type': 'fp16', 'wrapper': hook}):
+        with pytest.raises(TypeError, match='at the top level of a module'):
+            normalize_comm_hook(cfg)
+
+
+PURE_PYTHON = """
+from mmengine.optim import OptimWrapper
+from tests.user_hooks import Stateful, returns_future
+from mmcv_custom.compression import PowerSGD
+from mmcv_custom.ddp_hooks import fp16_compress_hook
+
+ddp_comm_hook = dict(type=PowerSGD, matrix_approximation_rank=2)
+function = fp16_compress_hook
+users = dict(type=returns_future)
+users_class = dict(type=Stateful, factor=0.5)
+"""
+
+
+def test_pure_python_config_is_loaded_and_dumped(tmp_path):
+    path = tmp_path / 'config.py'
+    path.write_text(PURE_PYTHON)
+    cfg = Config.fromfile(path)
+    cfg.dump(tmp_path / 'dumped.py')
+    for loaded in (cfg, Config.fromfile(tmp_path / 'dumped.py')):
+        assert normalize_comm_hook(loaded.ddp_comm_hook) == {
+            'type': 'powersgd',
+            'matrix_approximation_rank': 2,
+        }
+        assert normalize_comm_hook(loaded.function) == {'type': 'fp16'}
+        assert build_comm_hook(loaded.users).name == (
+            'tests.user_hooks.returns_future'
+        )
+        assert build_comm_hook(loaded.users_class).name == (
+            'tests.user_hooks.Stateful[factor=0.5]'
+        )

@@ -267,3 +267,58 @@ def test_key_is_never_left_out(runner_type, hook, message, tmp_path):
         cfg.runner_type = runner_type
     with pytest.raises((SystemExit, ValueError), match=message):
         CONFIG_STEP.build_runner(cfg)
+
+
+PURE_PYTHON = """
+from mmengine.optim import {wrapper}
+from mmengine.runner import Runner
+from mmcv_custom.compression import Int8
+from mmcv_custom.engine import CommHookRunner
+
+runner_type = {runner}
+optim_wrapper = dict(type={wrapper})
+ddp_comm_hook = dict(type=Int8)
+model = dict(type='NeverBuilt')
+"""
+
+
+def _pure_python(path, runner='CommHookRunner', wrapper='OptimWrapper'):
+    path.write_text(PURE_PYTHON.format(runner=runner, wrapper=wrapper))
+    return path
+
+
+def test_amp_with_a_class(tmp_path):
+    path = _pure_python(tmp_path / 'config.py')
+    Config.fromfile(path).dump(tmp_path / 'dumped.py')
+    for config in (path, tmp_path / 'dumped.py'):
+        assert _train_config(config, '--amp').optim_wrapper == {
+            'type': 'AmpOptimWrapper',
+            'loss_scale': 'dynamic',
+        }
+    path = _pure_python(path, wrapper='AmpOptimWrapper')
+    assert 'loss_scale' not in _train_config(path, '--amp').optim_wrapper
+    path = _pure_python(path, wrapper='ApexOptimWrapper')
+    with pytest.raises(SystemExit, match=r'got .*ApexOptimWrapper'):
+        _train_config(path, '--amp')
+
+
+def test_amp_without_a_type(config):
+    config.write_text("optim_wrapper = dict(optimizer=dict(type='SGD'))")
+    cfg = _train_config(config, '--amp')
+    assert cfg.optim_wrapper.type == 'AmpOptimWrapper'
+
+
+def test_runner_type_as_a_class(tmp_path, monkeypatch):
+    built = []
+    monkeypatch.setattr(
+        'mmcv_custom.engine.CommHookRunner.from_cfg',
+        classmethod(lambda cls, cfg: built.append(cls)),
+    )
+    path = _pure_python(tmp_path / 'config.py')
+    Config.fromfile(path).dump(tmp_path / 'dumped.py')
+    for config in (path, tmp_path / 'dumped.py'):
+        CONFIG_STEP.build_runner(_train_config(config))
+    assert [cls.__name__ for cls in built] == ['CommHookRunner'] * 2
+    path = _pure_python(path, runner='Runner')
+    with pytest.raises(SystemExit, match='would have no effect with'):
+        CONFIG_STEP.build_runner(_train_config(path))
