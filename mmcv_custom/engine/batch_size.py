@@ -1,18 +1,24 @@
 """The samples of an optimizer step."""
 
-from typing import Any
-
 from mmengine.runner import Runner
 
-__all__ = ['entry_of', 'log_batch_size']
+from .training import accumulated_iters
+
+__all__ = ['log_batch_size']
 
 
 def log_batch_size(runner: Runner) -> None:
-    """Compare the samples of a step with what the config is made for."""
-    per_process = entry_of(runner._train_dataloader, 'batch_size')
-    accumulated = entry_of(runner.optim_wrapper, 'accumulative_counts') or 1
+    """Compare the samples of a step with what the config is made for.
+
+    Data loader and optimizers have to be built.
+    """
+    loader = runner.train_dataloader
+    per_process = getattr(loader, 'batch_size', None) or getattr(
+        getattr(loader, 'batch_sampler', None), 'batch_size', None
+    )
     if per_process is None:  # a batch sampler decides
         return
+    accumulated = accumulated_iters(runner.optim_wrapper)
     total = per_process * runner.world_size * accumulated
     text = (
         f'Effective batch size: {per_process} per process x '
@@ -28,12 +34,3 @@ def log_batch_size(runner: Runner) -> None:
             f'{text}, but the learning rate of this config is meant for '
             f'{reference}; auto_scale_lr.enable=True scales it'
         )
-
-
-def entry_of(config_or_object: Any, name: str) -> Any:
-    """Read what MMEngine takes as a config or as a finished object."""
-    if isinstance(config_or_object, dict):
-        return config_or_object.get(name)
-    return getattr(
-        config_or_object, name, getattr(config_or_object, f'_{name}', None)
-    )

@@ -11,13 +11,14 @@ from mmengine.model import (
     is_model_wrapper,
     revert_sync_batchnorm,
 )
+from mmengine.optim import OptimWrapper
 from mmengine.registry import MODEL_WRAPPERS, RUNNERS
 from mmengine.runner import Runner
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..compression import Compressor
-from .batch_size import entry_of, log_batch_size
+from .batch_size import log_batch_size
 from .builder import CommHook, build_comm_hook, normalize_comm_hook
 from .ddp_wrapper import CommHookDistributedDataParallel, attach_comm_hook
 from .distributed import init_cpu_group
@@ -28,7 +29,8 @@ from .hook_state import (
     save_hook_state,
 )
 from .hooks import CompressionHook, WrappedModelHook
-from .schedule import overruled_settings, schedule_settings
+from .sharded import gathered_on_rank_0, refuse_overlap
+from .training import overruled_settings, schedule_settings
 
 __all__ = ['CommHookRunner']
 
@@ -68,7 +70,7 @@ class CommHookRunner(Runner):
         build_comm_hook(self._hook_cfg)
         self._name_hook()
         self._check_wrapper()
-        self._check_optimizer()
+        refuse_overlap(self.optim_wrapper)
         if self.distributed and not is_distributed() and _on_cpu():
             dist_cfg = env_cfg.get('dist_cfg') or {}
             if 'env_cfg' not in self.cfg and env_cfg == _DEFAULT_ENV_CFG:
@@ -111,23 +113,42 @@ class CommHookRunner(Runner):
         if isinstance(getattr(self.comm_hook, 'instance', None), Compressor):
             self.register_hook(CompressionHook(self.comm_hook.instance))
 
+    def build_optim_wrapper(self, *args, **kwargs) -> OptimWrapper:
+        """Build as MMEngine does; refuse what cannot train."""
+        optim_wrapper = super().build_optim_wrapper(*args, **kwargs)
+        refuse_overlap(optim_wrapper)
+        return optim_wrapper
+
+    def scale_lr(self, *args, **kwargs) -> None:
+        """Scale as MMEngine does, and say how many samples a step has."""
+        log_batch_size(self)
+        super().scale_lr(*args, **kwargs)
+
     def save_checkpoint(
         self, out_dir: str, filename: str, *args, **kwargs
     ) -> None:
         """Save a checkpoint, and before it each rank's hook state.
 
-        ``CheckpointHook`` calls this on all ranks.
+        ``CheckpointHook`` calls this on all ranks. With an optimizer whose
+        state is sharded, all have to.
         """
-        self.message_hub.runtime_info.pop(_STATE_RECORD, None)
-        saves_state = has_state(self.comm_hook) and self._is_local(out_dir)
-        if saves_state:
-            record = save_hook_state(
-                self.comm_hook,
-                Path(out_dir, filename),
-                f'{self.timestamp} {self.iter}',
-            )
-            self.message_hub.update_info(_STATE_RECORD, record)
-        super().save_checkpoint(out_dir, filename, *args, **kwargs)
+        save = super().save_checkpoint
+        call = inspect.signature(save).bind(out_dir, filename, *args, **kwargs)
+        call.apply_defaults()
+        optim_wrapper = (
+            self.optim_wrapper if call.arguments['save_optimizer'] else None
+        )
+        with gathered_on_rank_0(optim_wrapper, self.logger):
+            self.message_hub.runtime_info.pop(_STATE_RECORD, None)
+            saves_state = has_state(self.comm_hook) and self._is_local(out_dir)
+            if saves_state:
+                record = save_hook_state(
+                    self.comm_hook,
+                    Path(out_dir, filename),
+                    f'{self.timestamp} {self.iter}',
+                )
+                self.message_hub.update_info(_STATE_RECORD, record)
+            save(*call.args, **call.kwargs)
         if saves_state:
             self._saved_states.add(Path(out_dir, filename))
             remove_orphans(self._saved_states)
@@ -166,7 +187,6 @@ class CommHookRunner(Runner):
                     else "DDP's own all-reduce, as ddp_comm_hook is not set"
                 )
             )
-        log_batch_size(self)
         return super().train()
 
     def val(self) -> dict:
@@ -223,20 +243,6 @@ class CommHookRunner(Runner):
             raise ValueError(
                 'ddp_comm_hook needs a DistributedDataParallel, but '
                 f'model_wrapper_cfg.type is {options["type"]!r}'
-            )
-
-    def _check_optimizer(self) -> None:
-        """Refuse ZeRO's overlapping mode, which is a hook itself."""
-        optimizer = entry_of(self.optim_wrapper or {}, 'optimizer')
-        if (
-            normalize_comm_hook(self._hook_cfg) is not None
-            and isinstance(optimizer, dict)
-            and optimizer.get('overlap_with_ddp')
-        ):
-            raise ValueError(
-                f'ddp_comm_hook={self._hook_cfg!r} and '
-                'optim_wrapper.optimizer.overlap_with_ddp=True both need the '
-                'one communication hook of DDP; set one of the two'
             )
 
     def _wrapper_options(self, model_wrapper_cfg: dict | None) -> dict:

@@ -229,7 +229,7 @@ def zero(overlap):
 
 
 def overlap_zero(rank, work_dir):
-    with pytest.raises(ValueError, match='overlap_with_ddp=True both need'):
+    with pytest.raises(ValueError, match='overlap_with_ddp=True needs a comm'):
         make_runner(work_dir, 'fp16', **zero(overlap=True))
     return True
 

@@ -3,12 +3,16 @@
 from typing import Any
 
 from mmengine.hooks import Hook
-from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import HOOKS
 
 from ...compression import Compressor, PowerSGD, ScaledFP16
 from ...compression.powersgd import WARMUP_END
-from ..schedule import warmup_end
+from ..training import (
+    accumulated_iters,
+    loss_scale,
+    optim_wrappers,
+    warmup_end,
+)
 
 __all__ = ['CompressionHook']
 
@@ -33,17 +37,15 @@ class CompressionHook(Hook):
 
     def before_train(self, runner) -> None:
         """Log memory and start; raise ValueError without a warm-up to end."""
-        optim_wrappers = _optim_wrappers(runner)
         runner.logger.info(
             'Gradient compression keeps '
             f'{self.compressor.memory_bytes() / 2**20:.1f} MiB per process'
         )
         if isinstance(self.compressor, PowerSGD):
-            accumulated = max(w._accumulative_counts for w in optim_wrappers)
-            self._set_start(runner, accumulated)
+            self._set_start(runner, accumulated_iters(runner.optim_wrapper))
         self._follow_loss_scale(runner)
         if isinstance(self.compressor, ScaledFP16):
-            for wrapper in optim_wrappers:
+            for wrapper in optim_wrappers(runner.optim_wrapper).values():
                 if not hasattr(wrapper, 'loss_scaler'):
                     self._leave_out_overflows(runner, wrapper.optimizer)
 
@@ -103,13 +105,8 @@ class CompressionHook(Hook):
             )
 
     def _follow_loss_scale(self, runner) -> None:
-        for wrapper in _optim_wrappers(runner):
-            if hasattr(wrapper, 'loss_scaler'):
-                scale = wrapper.loss_scaler.get_scale()
-                break
-        else:
-            scale = 1.0  # the memory may come from a training with a scaler
-        self.compressor.follow_loss_scale(scale)
+        # Also without a scaler: the memory may come from a training with one.
+        self.compressor.follow_loss_scale(loss_scale(runner.optim_wrapper))
 
     def _leave_out_overflows(self, runner, optimizer) -> None:
         def leave_out(optimizer, args, kwargs):
@@ -126,9 +123,3 @@ class CompressionHook(Hook):
                     parameter.grad = None  # optimizers skip it
 
         self._handles.append(optimizer.register_step_pre_hook(leave_out))
-
-
-def _optim_wrappers(runner) -> list[OptimWrapper]:
-    if isinstance(runner.optim_wrapper, OptimWrapperDict):
-        return [*runner.optim_wrapper.values()]
-    return [runner.optim_wrapper]

@@ -3,11 +3,11 @@
 from typing import Any
 
 from mmengine.hooks import Hook
-from mmengine.optim import OptimWrapperDict
 from mmengine.registry import HOOKS
 from torch import nn
 
 from ...parameters import ReducedParameters, plain_name
+from ..training import accumulated_iters
 
 __all__ = ['WrappedModelHook']
 
@@ -71,10 +71,7 @@ class WrappedModelHook(Hook):
                 )
 
     def _warn_of_lost_gradients(self, runner) -> None:
-        wrappers = runner.optim_wrapper
-        if not isinstance(wrappers, OptimWrapperDict):
-            wrappers = {'': wrappers}
-        accumulated = max(w._accumulative_counts for w in wrappers.values())
+        accumulated = accumulated_iters(runner.optim_wrapper)
         if (
             getattr(runner.model, 'find_unused_parameters', False)
             and accumulated > 1

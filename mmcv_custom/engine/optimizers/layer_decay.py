@@ -3,11 +3,12 @@
 import logging
 
 import torch
-from mmengine.dist import is_main_process
+from mmengine.dist import all_gather_object, is_main_process
 from mmengine.logging import print_log
 from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 __all__ = ['LayerDecayOptimWrapperConstructor']
 
@@ -141,6 +142,11 @@ def _layers_of(model: nn.Module, depth: int) -> dict[nn.Parameter, int]:
 
 
 def _drop_outgrown_state(optimizer: torch.optim.Optimizer) -> None:
+    is_sharded = isinstance(optimizer, ZeroRedundancyOptimizer)
+    if is_sharded:
+        # A copy that loading leaves; the rank's shard is in another one.
+        optimizer.state.clear()
+        optimizer = optimizer.optim
     outgrown = [
         param
         for param, state in optimizer.state.items()
@@ -151,9 +157,12 @@ def _drop_outgrown_state(optimizer: torch.optim.Optimizer) -> None:
     ]
     for param in outgrown:
         del optimizer.state[param]
-    if outgrown and is_main_process():
+    number = len(outgrown)
+    if is_sharded:
+        number = sum(all_gather_object(number))
+    if number and is_main_process():
         print_log(
-            f'The optimizer state of {len(outgrown)} tensors starts anew: '
+            f'The optimizer state of {number} tensors starts anew: '
             'their shapes are not those of the checkpoint',
             logger='current',
             level=logging.WARNING,

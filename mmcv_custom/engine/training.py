@@ -1,14 +1,24 @@
-"""What the schedules of the hyper-parameters tell."""
+"""What MMEngine's objects say of a training."""
 
 from itertools import chain
+from typing import Any
 
+from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.optim.scheduler.param_scheduler import (
     ConstantParamScheduler,
     LinearParamScheduler,
 )
 from mmengine.runner import Runner
 
-__all__ = ['overruled_settings', 'schedule_settings', 'warmup_end']
+__all__ = [
+    'accumulated_iters',
+    'entry_of',
+    'loss_scale',
+    'optim_wrappers',
+    'overruled_settings',
+    'schedule_settings',
+    'warmup_end',
+]
 
 # What a schedule's state holds besides its settings.
 _PROGRESS = (
@@ -21,6 +31,69 @@ _PROGRESS = (
     'num_bad_epochs',
     'cooldown_counter',
 )
+
+
+def optim_wrappers(
+    optim_wrapper: OptimWrapper | dict | None,
+) -> dict[str, OptimWrapper | dict]:
+    """Return a runner's optimizer wrappers by name.
+
+    Args:
+        optim_wrapper: The runner's, of one optimizer or of several, built or
+            still a config. Of a config for a constructor of several, those
+            are found that are entries of it.
+
+    Returns:
+        Each as it is, a config or built; the name of a single one is empty.
+    """
+    if optim_wrapper is None:
+        return {}
+    if isinstance(optim_wrapper, OptimWrapperDict):
+        return dict(optim_wrapper.items())
+    if isinstance(optim_wrapper, OptimWrapper) or 'optimizer' in optim_wrapper:
+        return {'': optim_wrapper}
+    return {
+        name: wrapper
+        for name, wrapper in optim_wrapper.items()
+        if isinstance(wrapper, OptimWrapper)
+        or (isinstance(wrapper, dict) and 'optimizer' in wrapper)
+    }
+
+
+def accumulated_iters(optim_wrapper: OptimWrapper | dict | None) -> int:
+    """Return over how many iterations gradients are accumulated for a step.
+
+    It is the largest number if several optimizers differ.
+    """
+    return max(
+        (
+            entry_of(wrapper, 'accumulative_counts') or 1
+            for wrapper in optim_wrappers(optim_wrapper).values()
+        ),
+        default=1,
+    )
+
+
+def loss_scale(optim_wrapper: OptimWrapper) -> float:
+    """Return the factor that a built wrapper scales the loss by now."""
+    for wrapper in optim_wrappers(optim_wrapper).values():
+        if hasattr(wrapper, 'loss_scaler'):
+            return wrapper.loss_scaler.get_scale()
+    return 1.0
+
+
+def entry_of(config_or_object: Any, name: str) -> Any:
+    """Read what MMEngine takes as a config or as a finished object.
+
+    Returns:
+        The entry, or the attribute of that name or with an underscore before
+        it; None if there is none.
+    """
+    if isinstance(config_or_object, dict):
+        return config_or_object.get(name)
+    return getattr(
+        config_or_object, name, getattr(config_or_object, f'_{name}', None)
+    )
 
 
 def warmup_end(runner: Runner) -> int | None:
