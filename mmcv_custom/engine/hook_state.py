@@ -5,26 +5,84 @@ on, in a folder beside the checkpoint, ``iter_400.pth.comm_hook``.
 """
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from mmengine.dist import (
-    all_gather_object,
-    get_rank,
-    get_world_size,
-    master_only,
-)
+from mmengine.dist import all_gather_object, get_rank, get_world_size
+from mmengine.runner import Runner
 
 from .builder import CommHook
+from .state_folders import state_folder
 
-__all__ = ['has_state', 'load_hook_state', 'remove_orphans', 'save_hook_state']
+__all__ = [
+    'load_hook_state',
+    'restore_from_checkpoint',
+    'save_beside_checkpoint',
+    'save_hook_state',
+]
 
-_SUFFIX = '.comm_hook'
+# The entry of the message hub, which is part of a checkpoint, that tells
+# which hook state belongs to it.
+_RECORD = 'comm_hook_state'
 
 
-def has_state(comm_hook: CommHook | None) -> bool:
+def save_beside_checkpoint(
+    runner: Runner, checkpoint: Path | None, meta: dict | None
+) -> None:
+    """Write this rank's hook state, if there is one, before a checkpoint.
+
+    Args:
+        runner: With the ``comm_hook``. Its message hub gets what belongs into
+            the checkpoint.
+        checkpoint: The file to come; None if it goes to another storage.
+        meta: Of the checkpoint; its ``iter`` counts the iterations done.
+    """
+    runner.message_hub.runtime_info.pop(_RECORD, None)
+    if not _has_state(runner.comm_hook):
+        return
+    if checkpoint is None:
+        runner.logger.warning(
+            'The state of the communication hook is not saved: it needs a '
+            'local folder'
+        )
+        return
+    iteration = (meta or {}).get('iter', runner.iter)
+    record = save_hook_state(
+        runner.comm_hook, checkpoint, f'{runner.timestamp} {iteration}'
+    )
+    runner.message_hub.update_info(_RECORD, record)
+
+
+def restore_from_checkpoint(runner: Runner, filename: str) -> None:
+    """Read the hook state of a checkpoint that was just resumed.
+
+    One log line says that it is restored, or why not.
+    """
+    record = runner.message_hub.runtime_info.pop(_RECORD, None)
+    comm_hook = runner.comm_hook
+    if _has_state(comm_hook):
+        problem = load_hook_state(comm_hook, Path(filename), record)
+    elif record is None:
+        return
+    elif runner.world_size == 1:
+        problem = 'a single process exchanges no gradients'
+    else:
+        problem = f'{record["hook"]} is not the hook of this run'
+    if problem is None:
+        step = getattr(comm_hook.instance, 'step', runner.iter)
+        runner.logger.info(
+            'The state of the communication hook is restored: '
+            f'{comm_hook.name} at step {step}, with {filename}'
+        )
+    else:
+        runner.logger.warning(
+            'The state of the communication hook is not restored, its memory '
+            f'starts empty: {problem}'
+        )
+
+
+def _has_state(comm_hook: CommHook | None) -> bool:
     """Whether a hook's instance has a state that can be saved and loaded."""
     return comm_hook is not None and all(
         hasattr(comm_hook.instance, method)
@@ -45,7 +103,8 @@ def save_hook_state(
         comm_hook: With a state.
         checkpoint: The file that the checkpoint will be written to.
         token: Tells this checkpoint from others of the same name, alike on
-            all ranks.
+            all ranks. One that is saved again with the same state needs the
+            same, as its file may stay the earlier one.
 
     Returns:
         What the checkpoint has to hold for :func:`load_hook_state`.
@@ -58,24 +117,15 @@ def save_hook_state(
     path = _part(checkpoint, get_rank())
     unfinished = path.with_suffix('.tmp')
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(
-        {**record, 'state': comm_hook.instance.state_dict()}, unfinished
-    )
-    os.replace(unfinished, path)
+    try:
+        torch.save(
+            {**record, 'state': comm_hook.instance.state_dict()}, unfinished
+        )
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
     return record
-
-
-@master_only
-def remove_orphans(checkpoints: set[Path]) -> None:
-    """Remove the states of those checkpoints that are gone.
-
-    Args:
-        checkpoints: That have been complete; the gone ones are taken out.
-            Others may not be there yet, while a rank has written its part.
-    """
-    for checkpoint in [path for path in checkpoints if not path.exists()]:
-        checkpoints.remove(checkpoint)
-        shutil.rmtree(_part(checkpoint, 0).parent, ignore_errors=True)
 
 
 def load_hook_state(
@@ -141,7 +191,7 @@ def load_hook_state(
 
 
 def _part(checkpoint: Path, rank: int) -> Path:
-    return checkpoint.with_name(checkpoint.name + _SUFFIX) / f'rank{rank}.pth'
+    return state_folder(checkpoint) / f'rank{rank}.pth'
 
 
 def _difference(

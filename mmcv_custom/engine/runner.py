@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-from pathlib import Path
 
 from mmengine.device import get_device
 from mmengine.dist import is_distributed
@@ -22,21 +21,14 @@ from .batch_size import log_batch_size
 from .builder import CommHook, build_comm_hook, normalize_comm_hook
 from .ddp_wrapper import CommHookDistributedDataParallel, attach_comm_hook
 from .distributed import init_cpu_group
-from .hook_state import (
-    has_state,
-    load_hook_state,
-    remove_orphans,
-    save_hook_state,
-)
-from .hooks import CompressionHook, WrappedModelHook
+from .hook_state import restore_from_checkpoint, save_beside_checkpoint
+from .hooks import CompressionHook, StateFoldersHook, WrappedModelHook
 from .sharded import gathered_on_rank_0, refuse_overlap
+from .state_folders import StateFolders, local_folder
 from .training import overruled_settings, schedule_settings
 
 __all__ = ['CommHookRunner']
 
-# The entry of the message hub, which is part of a checkpoint, that tells
-# which hook state belongs to it.
-_STATE_RECORD = 'comm_hook_state'
 # MMEngine's, where nothing is configured.
 _DEFAULT_ENV_CFG = {'dist_cfg': {'backend': 'nccl'}}
 
@@ -59,11 +51,6 @@ class CommHookRunner(Runner):
     """
 
     comm_hook: CommHook | None = None
-
-    def __init__(self, *args, **kwargs) -> None:
-        # Checkpoints that have a hook state, also those of an earlier run.
-        self._saved_states: set[Path] = set()
-        super().__init__(*args, **kwargs)
 
     def setup_env(self, env_cfg: dict) -> None:
         """Check the key and start the process group, before all else."""
@@ -108,6 +95,8 @@ class CommHookRunner(Runner):
     def register_hooks(self, *args, **kwargs) -> None:
         """Register MMEngine's hooks, and those of this package."""
         super().register_hooks(*args, **kwargs)
+        self._state_folders = StateFolders(self.logger)
+        self.register_hook(StateFoldersHook(self._state_folders))
         if is_model_wrapper(self.model):
             self.register_hook(WrappedModelHook(self.model))
         if isinstance(getattr(self.comm_hook, 'instance', None), Compressor):
@@ -135,23 +124,20 @@ class CommHookRunner(Runner):
         save = super().save_checkpoint
         call = inspect.signature(save).bind(out_dir, filename, *args, **kwargs)
         call.apply_defaults()
+        options = call.arguments
+        folder = local_folder(
+            out_dir, options['file_client_args'], options['backend_args']
+        )
         optim_wrapper = (
-            self.optim_wrapper if call.arguments['save_optimizer'] else None
+            self.optim_wrapper if options['save_optimizer'] else None
         )
         with gathered_on_rank_0(optim_wrapper, self.logger):
-            self.message_hub.runtime_info.pop(_STATE_RECORD, None)
-            saves_state = has_state(self.comm_hook) and self._is_local(out_dir)
-            if saves_state:
-                record = save_hook_state(
-                    self.comm_hook,
-                    Path(out_dir, filename),
-                    f'{self.timestamp} {self.iter}',
-                )
-                self.message_hub.update_info(_STATE_RECORD, record)
+            save_beside_checkpoint(
+                self, folder and folder / filename, options['meta']
+            )
             save(*call.args, **call.kwargs)
-        if saves_state:
-            self._saved_states.add(Path(out_dir, filename))
-            remove_orphans(self._saved_states)
+        if folder is not None:
+            self._state_folders.remove_orphans((folder / filename).parent)
 
     def resume(self, filename: str, *args, **kwargs) -> None:
         """Resume from a checkpoint, and each rank's hook state with it."""
@@ -159,19 +145,7 @@ class CommHookRunner(Runner):
         super().resume(filename, *args, **kwargs)
         for message in overruled_settings(self, settings):
             self.logger.warning(message)
-        record = self.message_hub.runtime_info.pop(_STATE_RECORD, None)
-        problem = None
-        if has_state(self.comm_hook):
-            problem = load_hook_state(self.comm_hook, Path(filename), record)
-        elif record is not None and self.world_size == 1:
-            problem = 'a single process exchanges no gradients'
-        elif record is not None:
-            problem = f'{record["hook"]} is not the hook of this run'
-        if problem is not None:
-            self.logger.warning(
-                'The state of the communication hook is not restored, its '
-                f'memory starts empty: {problem}'
-            )
+        restore_from_checkpoint(self, filename)
 
     def train(self) -> nn.Module:
         """Train, after one log line that says how gradients are exchanged."""
@@ -219,15 +193,6 @@ class CommHookRunner(Runner):
             cfg = options.get('ddp_comm_hook')
             if callable(cfg) or isinstance(cfg, dict):
                 options['ddp_comm_hook'] = normalize_comm_hook(cfg)
-
-    def _is_local(self, out_dir: str) -> bool:
-        if '://' not in out_dir:
-            return True
-        self.logger.warning(
-            'The state of the communication hook is not saved: it needs a '
-            f'local folder, not {out_dir}'
-        )
-        return False
 
     def _log_ignored(self, reason: str) -> None:
         cfg = self._hook_cfg

@@ -1,0 +1,110 @@
+"""The hook states on disk live and die with their checkpoints."""
+
+import re
+from logging import Logger
+from pathlib import Path
+from string import Formatter
+
+from mmengine.dist import master_only
+from mmengine.fileio import FileClient, LocalBackend, get_file_backend
+
+__all__ = ['StateFolders', 'local_folder', 'state_folder']
+
+_SUFFIX = '.comm_hook'
+
+
+def state_folder(checkpoint: Path) -> Path:
+    """Return the folder that holds the states of a checkpoint's ranks."""
+    return checkpoint.with_name(checkpoint.name + _SUFFIX)
+
+
+def local_folder(
+    out_dir: str,
+    file_client_args: dict | None = None,
+    backend_args: dict | None = None,
+) -> Path | None:
+    """Return where MMEngine saves; None if that is on another storage.
+
+    Args:
+        out_dir: As ``Runner.save_checkpoint`` takes it.
+        file_client_args: Of the same, if they name the storage.
+        backend_args: Of the same, if they name the storage.
+    """
+    if file_client_args is None:
+        backend = get_file_backend(out_dir, backend_args=backend_args)
+    else:
+        backend = FileClient.infer_client(file_client_args, out_dir).client
+    if isinstance(backend, LocalBackend):
+        return Path(out_dir).absolute()
+    return None
+
+
+class StateFolders:
+    """Removes the states of checkpoints that are gone, on rank 0.
+
+    A state is written before its checkpoint, and another rank may write its
+    part while rank 0 still saves the checkpoint before. So a state is an
+    orphan if its checkpoint has been there, whoever wrote it, and is gone.
+
+    Args:
+        logger: Is told what cannot be removed.
+    """
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+        self._complete: set[Path] = set()
+
+    @master_only
+    def remove_orphans(self, folder: Path) -> None:
+        """Remove those that this method has seen with their checkpoints."""
+        self._complete |= {c for c in _checkpoints(folder) if c.exists()}
+        for checkpoint in [c for c in self._complete if not c.exists()]:
+            self._complete.remove(checkpoint)
+            self._remove(state_folder(checkpoint))
+
+    @master_only
+    def remove_leftovers(self, folder: Path, template: str) -> None:
+        """Remove what a process has left that ended while it saved.
+
+        No rank of this run may be saving. Another run may, into the same
+        folder, so it takes only what has a name of this run.
+
+        Args:
+            folder: Of the checkpoints.
+            template: Their ``CheckpointHook.filename_tmpl``, as
+                ``'iter_{}.pth'``.
+        """
+        names = ''.join(
+            re.escape(text) + ('' if field is None else r'\d+')
+            for text, field, *_ in Formatter().parse(template)
+        )
+        for checkpoint in _checkpoints(folder):
+            if re.fullmatch(f'(best_.+_)?{names}', checkpoint.name):
+                self._remove(state_folder(checkpoint), checkpoint.exists())
+
+    def _remove(self, folder: Path, only_unfinished: bool = False) -> None:
+        """Remove our files, and the folder unless it has others."""
+        try:
+            for part in folder.iterdir():
+                if part.match('rank[0-9]*.tmp') or (
+                    part.match('rank[0-9]*.pth') and not only_unfinished
+                ):
+                    part.unlink()
+            if not only_unfinished:
+                folder.rmdir()
+        except FileNotFoundError:
+            pass  # removed by another, and that is what was wanted
+        except OSError as error:
+            self._logger.warning(
+                f'The remains in {folder}, of a save that was interrupted or '
+                f'a checkpoint that is gone, cannot be removed: {error}'
+            )
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Return those that have a state, whether they are there or not."""
+    return [
+        path.with_name(path.name.removesuffix(_SUFFIX))
+        for path in folder.glob(f'*{_SUFFIX}')
+        if path.is_dir()
+    ]
