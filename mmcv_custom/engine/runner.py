@@ -25,7 +25,11 @@ from .hook_state import restore_from_checkpoint, save_beside_checkpoint
 from .hooks import CompressionHook, StateFoldersHook, WrappedModelHook
 from .sharded import gathered_on_rank_0, refuse_overlap
 from .state_folders import StateFolders, local_folder
-from .training import overruled_settings, schedule_settings
+from .training import (
+    accumulated_iters,
+    overruled_settings,
+    schedule_settings,
+)
 
 __all__ = ['CommHookRunner']
 
@@ -83,6 +87,11 @@ class CommHookRunner(Runner):
             model_wrapper_cfg = self._wrapper_options(model_wrapper_cfg)
             if _on_cpu():
                 model = self._revert_sync_batchnorm(model)
+            if not _has_trained_parameter(model) and _takes_hook(
+                _wrapper_class(model_wrapper_cfg)
+            ):
+                # DDP refuses it; `train` does, too, but a test may run.
+                return model.to(get_device())
         try:
             model = super().wrap_model(model_wrapper_cfg, model)
         finally:
@@ -103,9 +112,21 @@ class CommHookRunner(Runner):
             self.register_hook(CompressionHook(self.comm_hook.instance))
 
     def build_optim_wrapper(self, *args, **kwargs) -> OptimWrapper:
-        """Build as MMEngine does; refuse what cannot train."""
+        """Build as MMEngine does; refuse what cannot train this model."""
         optim_wrapper = super().build_optim_wrapper(*args, **kwargs)
         refuse_overlap(optim_wrapper)
+        accumulated = accumulated_iters(optim_wrapper)
+        if accumulated > 1 and any(
+            getattr(module, 'static_graph', False)
+            for module in self.model.modules()
+            if isinstance(module, DistributedDataParallel)
+        ):
+            raise ValueError(
+                'static_graph=True of the model wrapper and '
+                f'accumulative_counts={accumulated} do not go together: DDP '
+                'cannot skip the exchange of a static graph; leave out one '
+                'of the two'
+            )
         return optim_wrapper
 
     def scale_lr(self, *args, **kwargs) -> None:
@@ -148,7 +169,18 @@ class CommHookRunner(Runner):
         restore_from_checkpoint(self, filename)
 
     def train(self) -> nn.Module:
-        """Train, after one log line that says how gradients are exchanged."""
+        """Train, after one log line that says how gradients are exchanged.
+
+        Raises:
+            ValueError: If all parameters are frozen, or the options of the
+                optimizers or the wrapper exclude each other.
+        """
+        if not _has_trained_parameter(self.model):
+            raise ValueError(
+                f'no parameter of the {self._model_name} requires a gradient, '
+                'so there is nothing to train; unfreeze a part of it, or '
+                'validate or test it'
+            )
         if self.world_size == 1:
             self._log_ignored('a single process exchanges no gradients')
         elif _takes_hook(type(self.model)):
@@ -260,6 +292,10 @@ def _wrapper_class(options: dict) -> type:
             'registered are ' + ', '.join(sorted(MODEL_WRAPPERS.module_dict))
         )
     return found
+
+
+def _has_trained_parameter(model: nn.Module) -> bool:
+    return any(p.requires_grad for p in model.parameters())
 
 
 def _on_cpu() -> bool:
