@@ -33,8 +33,15 @@ default_hooks = dict(
     logger=dict(type='LoggerHook', interval=50, log_metric_by_epoch=False),
     # Steps the schedules of param_scheduler.
     param_scheduler=dict(type='ParamSchedulerHook'),
-    # Saves as often as the 80k schedule evaluates.
-    checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=8000),
+    # Saves as often as the 80k schedule evaluates; keeps the last two and
+    # the best.
+    checkpoint=dict(
+        type='CheckpointHook',
+        by_epoch=False,
+        interval=1000,
+        max_keep_ckpts=2,
+        save_best='mIoU',
+    ),
     # Reshuffles an epoch-based sampler; no effect on the infinite one.
     sampler_seed=dict(type='DistSamplerSeedHook'),
     # Draws predictions once draw=True is set, or by test.py --show-dir.

@@ -2,14 +2,7 @@
 _base_ = './internvit-6b_linear_8xb2-5k_ade20k-1of16-504x504.py'
 train_dataloader = dict(dataset=dict(fraction=1 / 8))
 param_scheduler = [
-    {{_base_.warm_up}},
-    dict(
-        type='PolyLR',
-        power=1.0,
-        eta_min=0.0,
-        by_epoch=False,
-        begin=1500,
-        end=10000,
-    ),
+    dict(_base_.warm_up, end=200 + 1),
+    dict(_base_.decay, end=10000 + 1),
 ]
 train_cfg = dict(max_iters=10000)

@@ -1,15 +1,12 @@
-# Few-shot: as 1of16, on all of ADE20K.
-_base_ = './internvit-6b_linear_8xb2-5k_ade20k-1of16-504x504.py'
-train_dataloader = dict(dataset=dict(fraction=1 / 1))
-param_scheduler = [
-    {{_base_.warm_up}},
-    dict(
-        type='PolyLR',
-        power=1.0,
-        eta_min=0.0,
-        by_epoch=False,
-        begin=1500,
-        end=80000,
-    ),
+# Few-shot: full tuning with the linear head, on all of ADE20K.
+_base_ = [
+    '../_base_/models/internvit-6b_linear.py',
+    '../_base_/datasets/ade20k_504.py',
+    '../_base_/default_runtime.py',
+    '../_base_/schedules/schedule_80k.py',
 ]
-train_cfg = dict(max_iters=80000)
+model = dict(backbone=dict(out_indices=[47], drop_path_rate=0.4, with_cp=True))
+train_dataloader = dict(
+    dataset=dict(type='FewShotADE20KDataset', fraction=1 / 1, subset_seed=0)
+)
+optim_wrapper = dict(paramwise_cfg=dict(decay_rate=0.95))

@@ -7,5 +7,9 @@ _base_ = [
 ]
 # Recomputed activations and bfloat16 weights: in fp32, weights, gradients and
 # optimizer state alone take 16 bytes for each of 5.9e9 parameters.
-model = dict(backbone=dict(drop_path_rate=0.4, with_cp=True))
+model = dict(
+    backbone=dict(drop_path_rate=0.4, with_cp=True),
+    # Not on the second level, as in head tuning.
+    auxiliary_head=dict(in_index=2),
+)
 optim_wrapper = dict(paramwise_cfg=dict(decay_rate=0.95))

@@ -8,7 +8,7 @@ _base_ = [
 model = dict(
     data_preprocessor=dict(size=(210, 280)),
     backbone=dict(arch=dict(embed_dims=128), img_size=(210, 280)),
-    decode_head=dict(in_channels=128, num_classes=11),
+    decode_head=dict(in_channels=128, num_classes=11, dropout_ratio=0.1),
     test_cfg=dict(_delete_=True, mode='whole'),
 )
 param_scheduler = [
@@ -23,7 +23,9 @@ param_scheduler = [
     ),
 ]
 train_cfg = dict(max_iters=600, val_interval=600)
-default_hooks = dict(checkpoint=dict(interval=600))
+default_hooks = dict(
+    checkpoint=dict(interval=600, max_keep_ckpts=-1, save_best=None)
+)
 auto_scale_lr = dict(enable=False, base_batch_size=4)
 # Same data order and initial weights in every run.
 randomness = dict(seed=0)

@@ -22,7 +22,10 @@ train_pipeline = [
 ]
 test_pipeline = [
     dict(type='LoadImageFromFile'),
-    dict(type='Resize', scale=(2016, 504), keep_ratio=True),
+    # The shorter side becomes 504; the longer one is not limited.
+    dict(type='Resize', scale=(1_000_000, 504), keep_ratio=True),
+    # Then both sides are rounded up to whole patches.
+    dict(type='ResizeToMultiple', size_divisor=14),
     # Loaded after the resize: metrics are computed at the original size.
     dict(type='LoadAnnotations', reduce_zero_label=True),
     dict(type='PackSegInputs'),
@@ -36,6 +39,7 @@ tta_pipeline = [
                 dict(type='Resize', scale_factor=ratio, keep_ratio=True)
                 for ratio in (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
             ],
+            [dict(type='ResizeToMultiple', size_divisor=14)],
             [
                 dict(type='RandomFlip', prob=0.0, direction='horizontal'),
                 dict(type='RandomFlip', prob=1.0, direction='horizontal'),

@@ -11,5 +11,5 @@ model = dict(
     ),
     neck=dict(in_channels=1024),
     decode_head=dict(in_channels=[1024, 1024, 1024, 1024], channels=1536),
-    auxiliary_head=dict(in_channels=1024, channels=256),
+    auxiliary_head=dict(in_channels=1024, channels=1536),
 )

@@ -12,5 +12,5 @@ model = dict(
     ),
     neck=dict(in_channels=3200),
     decode_head=dict(in_channels=[3200, 3200, 3200, 3200], channels=1536),
-    auxiliary_head=dict(in_channels=3200, channels=256),
+    auxiliary_head=dict(in_channels=3200, channels=1536),
 )

@@ -25,6 +25,7 @@ model = dict(
         in_channels=192,
         in_index=0,
         num_classes=150,
+        dropout_ratio=0.0,
         norm_cfg=norm_cfg,
         align_corners=False,
         loss_decode=dict(type='CrossEntropyLoss', loss_weight=1.0),

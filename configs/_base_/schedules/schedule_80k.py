@@ -9,22 +9,22 @@ optim_wrapper = dict(
     constructor='LayerDecayOptimWrapperConstructor',
     paramwise_cfg=dict(decay_rate=1.0),
 )
-# Named, so that a schedule of another length can take it over.
+# The decay runs from the first iteration, and the warm-up is a factor on it.
+# MMEngine completes a schedule one step before its `end`, hence the 1.
+# Named, so that a schedule of another length can take them over.
 warm_up = dict(
-    type='LinearLR', start_factor=1e-6, by_epoch=False, begin=0, end=1500
+    type='LinearLR', start_factor=1e-6, by_epoch=False, begin=0, end=1500 + 1
 )
-param_scheduler = [
-    warm_up,
-    dict(
-        type='PolyLR',
-        power=1.0,
-        eta_min=0.0,
-        by_epoch=False,
-        begin=1500,
-        end=80000,
-    ),
-]
-train_cfg = dict(type='IterBasedTrainLoop', max_iters=80000, val_interval=8000)
+decay = dict(
+    type='PolyLR',
+    power=1.0,
+    eta_min=0.0,
+    by_epoch=False,
+    begin=0,
+    end=80000 + 1,
+)
+param_scheduler = [warm_up, decay]
+train_cfg = dict(type='IterBasedTrainLoop', max_iters=80000, val_interval=1000)
 val_cfg = dict(type='ValLoop')
 test_cfg = dict(type='TestLoop')
 # The rates are meant for 8 GPUs with 2 samples each.
