@@ -1,15 +1,25 @@
 """Start a process group on CPU, which MMEngine cannot."""
 
+import inspect
 import os
 import subprocess
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from .network import find_interface, list_interfaces
 
 __all__ = ['init_cpu_group']
 
 CPU_BACKENDS = ('gloo', 'mpi', 'ucc')
+# When all processes have started, connecting takes moments. gloo tries a few
+# times this long; without it, a machine that no other one can reach would
+# keep those that wait for it until the timeout of the collectives.
+_CONNECT_TIMEOUT = timedelta(seconds=15)
+_INTERFACE = 'GLOO_SOCKET_IFNAME'
 
 
 def init_cpu_group(
@@ -24,6 +34,10 @@ def init_cpu_group(
     MMEngine's launchers set a CUDA device unconditionally, but leave a
     process group alone that exists.
 
+    gloo takes the network interface that the host's name stands for, which
+    is the loopback on many machines. Here it takes the one that reaches the
+    other machines, unless ``GLOO_SOCKET_IFNAME`` names one.
+
     Args:
         launcher: ``'pytorch'`` (torchrun's environment variables) or
             ``'slurm'`` (Slurm's, which are translated into torchrun's).
@@ -35,6 +49,7 @@ def init_cpu_group(
     Raises:
         ValueError: For a backend of accelerators, another launcher, or a
             timeout that is no positive number.
+        RuntimeError: If gloo cannot connect the processes.
     """
     backend = backend or 'gloo'
     if not any(name in backend.lower() for name in CPU_BACKENDS):
@@ -48,7 +63,6 @@ def init_cpu_group(
                 f'env_cfg.dist_cfg.timeout={timeout!r} must be a positive '
                 'number of seconds'
             )
-        options['timeout'] = timedelta(seconds=timeout)
     if launcher == 'slurm':
         _translate_slurm_environment(port)
     elif launcher != 'pytorch':
@@ -56,7 +70,57 @@ def init_cpu_group(
             f'launcher={launcher!r} cannot start training on CPU; use '
             "'pytorch' or 'slurm'"
         )
-    dist.init_process_group(backend, **options)
+    # Unknown options are named before this waits for other processes.
+    inspect.signature(dist.init_process_group).bind_partial(**options)
+    limit = default_pg_timeout
+    if timeout is not None:
+        limit = timedelta(seconds=timeout)
+    if 'gloo' in backend.lower():
+        _init_gloo(backend, limit, **options)
+    else:
+        dist.init_process_group(backend, timeout=limit, **options)
+
+
+def _init_gloo(
+    backend: str,
+    timeout: timedelta,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    **options: Any,
+) -> None:
+    """Start gloo when all processes are there, on a fitting interface."""
+    where = init_method or 'env://'
+    rendezvous = dist.rendezvous(where, rank, world_size, timeout=timeout)
+    store, rank, world_size = next(rendezvous)
+    store.set_timeout(timeout)
+    master = urlsplit(where).hostname or os.environ.get('MASTER_ADDR')
+    if master:
+        names = dist.PrefixStore('interfaces', store)
+        interface = find_interface(names, rank, world_size, master)
+        if interface and not os.environ.get(_INTERFACE):
+            os.environ[_INTERFACE] = interface
+    # Not in every torch. Without it, the timeout could not grow again.
+    set_timeout = getattr(dist, 'set_timeout', None)
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore('default_pg', store),
+            rank=rank,
+            world_size=world_size,
+            timeout=min(timeout, _CONNECT_TIMEOUT) if set_timeout else timeout,
+            **options,
+        )
+    except RuntimeError as error:
+        raise RuntimeError(
+            f'gloo cannot connect the {world_size} processes; this one, rank '
+            f'{rank}, used {_INTERFACE}={os.environ.get(_INTERFACE, "")} of '
+            f'{list_interfaces()}. Set {_INTERFACE} on each machine to the '
+            'interface that reaches the others, and see that no firewall '
+            f'stands between them. gloo says: {error}'
+        ) from error
+    if set_timeout:
+        set_timeout(timeout)
 
 
 def _translate_slurm_environment(port: int | None) -> None:

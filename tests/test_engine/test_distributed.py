@@ -2,12 +2,14 @@
 
 import os
 import socket
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from mmcv_custom.engine.distributed import init_cpu_group
+from mmcv_custom.engine.network import find_interface
 from tests.ranks import run_ranks
 from tests.test_engine.toy_runner import make_runner
 
@@ -105,3 +107,39 @@ def test_slurm_environment(tmp_path):
         (0, 2, '0'),
         (1, 2, '1'),
     ]
+
+
+def start_on_interface(rank, port, name):
+    os.environ['MASTER_PORT'] = port
+    if name is not None:
+        os.environ['GLOO_SOCKET_IFNAME'] = name
+    try:
+        init_cpu_group('pytorch', timeout=30)
+    except RuntimeError as error:
+        return str(error)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    return os.environ['GLOO_SOCKET_IFNAME'], value.item()
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason="Linux's interfaces")
+def test_one_machine_uses_its_loopback():
+    results = run_ranks(start_on_interface, free_port(), None, init=False)
+    assert results == [('lo', 2.0)] * 2
+    # Not said by anybody, as if it were unset.
+    results = run_ranks(start_on_interface, free_port(), '', init=False)
+    assert results == [('lo', 2.0)] * 2
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason="Linux's interfaces")
+def test_interface_that_does_not_exist_is_named():
+    (message,) = run_ranks(
+        start_on_interface, free_port(), 'no0', world_size=1, init=False
+    )
+    assert 'used GLOO_SOCKET_IFNAME=no0 of lo (127.0.0.1)' in message
+    assert 'Set GLOO_SOCKET_IFNAME on each machine' in message
+
+
+def test_no_route_names_the_address():
+    with pytest.raises(OSError, match='no address of MASTER_ADDR'):
+        find_interface(None, 0, 2, 'no.such.host.invalid')
