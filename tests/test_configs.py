@@ -177,11 +177,11 @@ def test_recipe(name):
     assert cfg.train_cfg.max_iters == iterations
     train_set = cfg.train_dataloader.dataset
     assert train_set.type == (
-        'FewShotADE20KDataset' if fraction else 'ADE20KDataset'
+        'FewShotADE20KDataset' if fraction else 'CheckedADE20KDataset'
     )
     assert train_set.get('fraction') == fraction
     assert train_set.get('subset_seed', 0) == 0
-    assert cfg.val_dataloader.dataset.type == 'ADE20KDataset'
+    assert cfg.val_dataloader.dataset.type == 'CheckedADE20KDataset'
 
 
 @pytest.mark.parametrize('name', RECIPES)

@@ -24,7 +24,7 @@ ALLOWED = {
         'mmengine',
     },
     'models': {'torch', 'timm', 'safetensors', 'mmcv', 'mmengine', 'mmseg'},
-    'datasets': {'numpy', 'cv2', 'mmengine', 'mmseg'},
+    'datasets': {'numpy', 'cv2', 'mmcv', 'mmengine', 'mmseg'},
 }
 
 

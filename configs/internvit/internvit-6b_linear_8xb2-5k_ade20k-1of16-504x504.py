@@ -6,7 +6,7 @@ test_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='Resize', scale=(2016, 504), keep_ratio=True),
     dict(type='ResizeToMultiple', size_divisor=14),
-    dict(type='LoadAnnotations', reduce_zero_label=True),
+    dict(type='LoadCheckedAnnotations'),
     dict(type='PackSegInputs'),
 ]
 val_dataloader = dict(dataset=dict(pipeline=test_pipeline))

@@ -2,14 +2,15 @@
 
 from typing import ClassVar
 
-from mmseg.datasets import BaseSegDataset
 from mmseg.registry import DATASETS
+
+from .label_maps import CheckedSegDataset
 
 __all__ = ['CamVidDataset']
 
 
 @DATASETS.register_module()
-class CamVidDataset(BaseSegDataset):
+class CamVidDataset(CheckedSegDataset):
     """CamVid as ``img_dir/{train,val}/*.jpg``, ``ann_dir/{train,val}/*.png``.
 
     Labels are the class ids 0..10; 255 is void and ignored. There is no

@@ -1,8 +1,9 @@
 """A fixed fraction of the ADE20K training images."""
 
 import numpy as np
-from mmseg.datasets import ADE20KDataset
 from mmseg.registry import DATASETS
+
+from .label_maps import CheckedADE20KDataset
 
 __all__ = ['FewShotADE20KDataset', 'choose_subset']
 
@@ -44,7 +45,7 @@ def _check_choice(fraction: float, seed: int) -> None:
 
 
 @DATASETS.register_module()
-class FewShotADE20KDataset(ADE20KDataset):
+class FewShotADE20KDataset(CheckedADE20KDataset):
     """ADE20K reduced to a fraction of its images, fixed by a seed.
 
     Args:

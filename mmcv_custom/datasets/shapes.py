@@ -2,16 +2,16 @@
 
 from typing import ClassVar
 
-from mmseg.datasets import BaseSegDataset
 from mmseg.registry import DATASETS
 
+from .label_maps import CheckedSegDataset
 from .shapes_files import CLASSES, PALETTE, ShapesSpec, ensure_shapes
 
 __all__ = ['ShapesDataset']
 
 
 @DATASETS.register_module()
-class ShapesDataset(BaseSegDataset):
+class ShapesDataset(CheckedSegDataset):
     """Coloured shapes on textured ground, drawn on first use.
 
     Building the data set writes all files of both splits under ``data_root``
@@ -25,7 +25,7 @@ class ShapesDataset(BaseSegDataset):
         image_size: Height and width in pixels.
         data_seed: Seed of the drawing; it is not the seed of the training.
         img_suffix: Suffix of the images.
-        **kwargs: Arguments of ``BaseSegDataset``.
+        **kwargs: Arguments of ``CheckedSegDataset``.
 
     Raises:
         ValueError: If a setting is out of range, or the folder holds a set

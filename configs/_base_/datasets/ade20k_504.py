@@ -1,5 +1,5 @@
 # ADE20K with 150 classes, at a crop that is a multiple of the 14 pixel patch.
-dataset_type = 'ADE20KDataset'
+dataset_type = 'CheckedADE20KDataset'
 # The folder of the archive ADEChallengeData2016.zip, with images/ and
 # annotations/. Training and validation each hold a copy of this value:
 # --cfg-options train_dataloader.dataset.data_root=DIR
@@ -8,7 +8,7 @@ data_root = 'data/ade/ADEChallengeData2016'
 crop_size = (504, 504)
 train_pipeline = [
     dict(type='LoadImageFromFile'),
-    dict(type='LoadAnnotations', reduce_zero_label=True),
+    dict(type='LoadCheckedAnnotations'),
     dict(
         type='RandomResize',
         scale=(2016, 504),
@@ -27,7 +27,7 @@ test_pipeline = [
     # Then both sides are rounded up to whole patches.
     dict(type='ResizeToMultiple', size_divisor=14),
     # Loaded after the resize: metrics are computed at the original size.
-    dict(type='LoadAnnotations', reduce_zero_label=True),
+    dict(type='LoadCheckedAnnotations'),
     dict(type='PackSegInputs'),
 ]
 tta_pipeline = [
@@ -44,7 +44,7 @@ tta_pipeline = [
                 dict(type='RandomFlip', prob=0.0, direction='horizontal'),
                 dict(type='RandomFlip', prob=1.0, direction='horizontal'),
             ],
-            [dict(type='LoadAnnotations', reduce_zero_label=True)],
+            [dict(type='LoadCheckedAnnotations')],
             [dict(type='PackSegInputs')],
         ],
     ),

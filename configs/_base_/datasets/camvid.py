@@ -10,7 +10,7 @@ data_root = 'data/camvid'
 image_size = (210, 280)
 train_pipeline = [
     dict(type='LoadImageFromFile'),
-    dict(type='LoadAnnotations'),
+    dict(type='LoadCheckedAnnotations'),
     dict(
         type='RandomResize',
         scale=(280, 210),
@@ -25,7 +25,7 @@ test_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='Resize', scale=(280, 210), keep_ratio=True),
     # Loaded after the resize: metrics are computed at the original size.
-    dict(type='LoadAnnotations'),
+    dict(type='LoadCheckedAnnotations'),
     dict(type='PackSegInputs'),
 ]
 train_dataloader = dict(

@@ -13,13 +13,13 @@ shapes = dict(
 )
 train_pipeline = [
     dict(type='LoadImageFromFile'),
-    dict(type='LoadAnnotations'),
+    dict(type='LoadCheckedAnnotations'),
     dict(type='RandomFlip', prob=0.5),
     dict(type='PackSegInputs'),
 ]
 test_pipeline = [
     dict(type='LoadImageFromFile'),
-    dict(type='LoadAnnotations'),
+    dict(type='LoadCheckedAnnotations'),
     dict(type='PackSegInputs'),
 ]
 train_dataloader = dict(
