@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..contract import Future, dense_buffer
+from ..parameters import reduced_parameters
 from .collective import Collective, all_reduce
 from .gradient import (
     Gradient,
@@ -18,7 +19,6 @@ from .gradient import (
     in_memory_order,
     is_compressible,
     magnitude,
-    reduced_parameters,
     split,
 )
 from .memory import StepMemory

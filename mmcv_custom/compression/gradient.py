@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     'CHUNK',
@@ -13,7 +12,6 @@ __all__ = [
     'in_memory_order',
     'is_compressible',
     'magnitude',
-    'reduced_parameters',
     'split',
 ]
 
@@ -36,33 +34,6 @@ class Gradient:
     name: str
     parameter: torch.Tensor
     flat: torch.Tensor
-
-
-def reduced_parameters(
-    ddp: DistributedDataParallel,
-) -> dict[str, torch.Tensor]:
-    """Return the parameters that DDP reduces, by name, in its order.
-
-    Not the frozen ones, nor those that it was told to ignore or to leave to
-    the user. Names are those of the model before torch.compile.
-    """
-    delayed = getattr(ddp, '_delay_all_reduce_params', [])
-    reduced = {}
-    named = ddp.module.named_parameters(remove_duplicate=False)
-    for name, parameter in named:
-        # DDP asks for '.weight' where the model itself has the parameter.
-        asked_for = name if '.' in name else f'.{name}'
-        if (
-            parameter.requires_grad
-            and asked_for not in ddp.parameters_to_ignore
-            and not any(parameter is other for other in delayed)
-        ):
-            # A tied parameter goes by its first name.
-            reduced.setdefault(id(parameter), (name, parameter))
-    return {
-        name.replace('_orig_mod.', ''): parameter
-        for name, parameter in reduced.values()
-    }
 
 
 def split(

@@ -55,7 +55,8 @@ def test_start_of_compression(tmp_path, start):
         assert len(numels) == 6  # one collective a step
         never = 'lies beyond the 6 steps of this run'
         assert (never in log) == (start == 1000)
-        assert log.count('compresses since step 3') == (start == 2)
+        begins = 'PowerSGD compresses 3 gradient matrices since step 3'
+        assert log.count(begins) == (start == 2)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,17 @@ def test_start_at_the_end_of_the_warmup(
     hook = {**POWERSGD, 'start_powerSGD_iter': 'warmup_end'}
     for log, _, _ in run_ranks(train_with, tmp_path, hook, 12, options):
         assert f'after {start} steps' in log
-        assert f'compresses since step {start + 1}' in log
+        assert f'gradient matrices since step {start + 1}' in log
+
+
+def test_nothing_to_compress_is_said(tmp_path):
+    """What is logged comes from the compressor, not from a count of steps."""
+    hook = {**POWERSGD, 'matrix_approximation_rank': 3}
+    hook['min_compression_rate'] = 5
+    for log, numels, _ in run_ranks(train_with, tmp_path, hook, 6, {}):
+        assert len(set(numels)) == 1
+        assert 'PowerSGD compresses nothing' in log
+        assert 'gradient matrices since' not in log
 
 
 def start_without_warmup(rank, work_dir):

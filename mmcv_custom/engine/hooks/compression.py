@@ -31,7 +31,8 @@ class CompressionHook(Hook):
 
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
-        self._said_start = False
+        self._waits_for_start = False
+        self._compressed_before = 0
         self._skipped_before = 0
         self._handles = []
 
@@ -67,14 +68,16 @@ class CompressionHook(Hook):
     ) -> None:
         """Say once that PowerSGD has begun to compress."""
         if (
-            isinstance(self.compressor, PowerSGD)
-            and not self._said_start
-            and self.compressor.step > self.compressor.start_iter
+            not self._waits_for_start
+            or self.compressor.step < self.compressor.start_iter
         ):
-            self._said_start = True
+            return
+        self.compressor.settle()
+        if self.compressor.compressed_steps > self._compressed_before:
+            self._waits_for_start = False
             runner.logger.info(
-                'PowerSGD compresses since step '
-                f'{self.compressor.start_iter + 1}'
+                f'PowerSGD compresses {self.compressor.num_matrices} gradient '
+                f'matrices since step {self.compressor.step}'
             )
 
     def after_train(self, runner) -> None:
@@ -83,6 +86,14 @@ class CompressionHook(Hook):
             self._handles.pop().remove()
 
     def _set_start(self, runner, accumulated: int) -> None:
+        self._waits_for_start = self.compressor.num_matrices > 0
+        self._compressed_before = self.compressor.compressed_steps
+        if not self._waits_for_start:
+            runner.logger.warning(
+                'No gradient matrix has more than min_compression_rate times '
+                'the elements of its two factors of this rank: PowerSGD '
+                'compresses nothing'
+            )
         if self.compressor.start_iter == WARMUP_END:
             end = warmup_end(runner)
             if end is None:
