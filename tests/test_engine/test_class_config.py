@@ -4,7 +4,7 @@ from mmengine.config import Config
 
 from mmcv_custom.compression import Int8
 from mmcv_custom.ddp_hooks import fp16_compress_hook, fp16_compress_wrapper
-from mmcv_custom.engine import CommHookDistributedDataParallel, build_comm_hook
+from mmcv_custom.engine import build_comm_hook
 from tests import user_hooks
 from tests.ranks import run_ranks
 from tests.test_engine.toy_runner import log_of, make_runner
@@ -37,7 +37,7 @@ def train(rank, work_dir):
         for place in ('top', 'wrapper'):
             folder = work_dir / f'{place} {index}'
             wrapper = {
-                'type': CommHookDistributedDataParallel,
+                'type': 'CommHookDistributedDataParallel',
                 'ddp_comm_hook': hook,
             }
             runner = (

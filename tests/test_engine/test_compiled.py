@@ -4,8 +4,12 @@ import torch
 
 from mmcv_custom.engine import CommHookRunner
 from tests.ranks import run_ranks
-from tests.test_engine.toy_runner import make_cfg, parameters_of
+from tests.test_engine.toy_runner import ToyModel, make_cfg, parameters_of
 from tests.wire import record_all_reduce
+
+# Older Dynamo rounds the forward pass otherwise, which fp16 may turn into one
+# of its own roundings: in four steps, on gradients below 1.
+BOUND = 4 * 0.1 * 2.0**-11
 
 HOOKS = [
     None,
@@ -29,8 +33,10 @@ def train_with_and_without(rank, work_dir):
     for hook in HOOKS:
         plain, log = train(work_dir, hook, compiled=False)
         compiled, compiled_log = train(work_dir, hook, compiled=True)
-        for a, b in zip(plain, compiled, strict=True):
-            assert torch.equal(a, b), hook
+        start = [p.detach() for p in ToyModel().parameters()]
+        for a, b, c in zip(plain, compiled, start, strict=True):
+            assert (a - b).abs().max() <= BOUND, hook
+            assert (a - c).abs().max() > 10 * BOUND
         assert log == compiled_log, hook
         lengths.append(sum(c.dtype == torch.float16 for c in log))
     return lengths
