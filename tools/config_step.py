@@ -1,11 +1,15 @@
 """The part that train.py and test.py share: options and config."""
 
 import argparse
+import ast
 import inspect
 import os
 import re
 import sys
+import warnings
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from mmengine.config import Config, DictAction
 from mmengine.runner import Runner
@@ -27,7 +31,32 @@ if (_ROOT / 'mmcv_custom').is_dir():
 
 
 class CfgOptions(DictAction):
-    """``KEY=VALUE`` options; a repeated flag adds to the earlier ones."""
+    """``KEY=VALUE`` options; a repeated flag adds to the earlier ones.
+
+    MMEngine takes blanks and quotes out of a value, splits it at commas and
+    makes numbers of digits. What has quotes of its own, and the name of a
+    file or folder, stays as typed.
+    """
+
+    @staticmethod
+    def _parse_iterable(val: str) -> Any:
+        """Read the value of one option."""
+        quoted = val[:1] in ('"', "'") and val[:1] == val[-1:]
+        if quoted and len(val) > 1:
+            return val[1:-1]
+        if os.path.exists(val):
+            return val
+        if val[:1] in ('[', '(') and ('"' in val or "'" in val):
+            with suppress(ValueError, SyntaxError):
+                return ast.literal_eval(val)
+        value = DictAction._parse_iterable(val)
+        if isinstance(value, str) and ' ' in val:
+            warnings.warn(
+                f'{val!r} is read without its blanks, as {value!r}; quotes '
+                f"""within quotes keep them: KEY='"{val}"'""",
+                stacklevel=2,
+            )
+        return value
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         """Store the parsed options in ``namespace``.
@@ -54,7 +83,10 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
         default={},
         metavar='KEY=VALUE',
         help='override settings of the config; nested keys are dotted, lists '
-        'are written key="[a,b]" or key=a,b without blanks; may be repeated',
+        'are written key="[a,b]" or key=a,b without blanks; a value with '
+        'blanks or commas, or digits that are no number, needs quotes within '
+        """quotes, as in work_dir='"a dir/1"', unless it names a file or """
+        'folder that exists; may be repeated',
     )
     parser.add_argument(
         '--launcher',
@@ -89,6 +121,32 @@ def _failed_import(error: ImportError) -> str:
     return reason
 
 
+def _keep_numbers(options: dict, cfg: Config) -> dict:
+    """Read the name of a file as a number where ``cfg`` has a number.
+
+    A folder ``100`` must not change what ``train_cfg.max_iters=100`` means.
+    """
+    numbers = {
+        key: DictAction._parse_iterable(value)
+        for key, value in options.items()
+        if isinstance(_setting(cfg, key), (int, float))
+        and isinstance(value, str)
+        and os.path.exists(value)
+    }
+    return {**options, **numbers}
+
+
+def _setting(cfg: Any, key: str) -> Any:
+    """What ``cfg`` has at a dotted key; None without one."""
+    for part in key.split('.'):
+        is_list = isinstance(cfg, (list, tuple))
+        try:
+            cfg = cfg[int(part) if is_list else part]
+        except (IndexError, KeyError, TypeError, ValueError):
+            return None
+    return cfg
+
+
 def load_config(args: argparse.Namespace) -> Config:
     """Read the config file and apply the command line.
 
@@ -107,7 +165,7 @@ def load_config(args: argparse.Namespace) -> Config:
     except ImportError as error:
         sys.exit(f'{args.config}: {_failed_import(error)}')
     try:
-        cfg.merge_from_dict(args.cfg_options)
+        cfg.merge_from_dict(_keep_numbers(args.cfg_options, cfg))
     except (AttributeError, KeyError, TypeError) as error:
         sys.exit(
             f'--cfg-options {args.cfg_options} does not fit '

@@ -322,3 +322,62 @@ def test_runner_type_as_a_class(tmp_path, monkeypatch):
     path = _pure_python(path, runner='Runner')
     with pytest.raises(SystemExit, match='would have no effect with'):
         CONFIG_STEP.build_runner(_train_config(path))
+
+
+@pytest.mark.parametrize(
+    ('typed', 'value'),
+    [
+        ('"a dir/1"', 'a dir/1'),
+        ("'my, set'", 'my, set'),
+        ('"2024"', '2024'),
+        ("'None'", 'None'),
+        ('""', ''),
+        ("['road side', 'tree, bush']", ['road side', 'tree, bush']),
+        ("('1', 2)", ('1', 2)),
+        # What has no quotes of its own is read as before.
+        ('2024', 2024),
+        ('a,2', ['a', 2]),
+        ('[1, 2]', [1, 2]),
+        ('(504,504)', (504, 504)),
+        ('[(a,1),b]', [('a', 1), 'b']),
+        ("it's", "it's"),
+        ("'", ''),
+    ],
+)
+def test_quotes_within_quotes_keep_a_value(typed, value, config):
+    cfg = _train_config(config, '--cfg-options', f'model.x={typed}')
+    assert cfg.model.x == value
+    assert type(cfg.model.x) is type(value)
+
+
+@pytest.mark.parametrize('name', ['my set', 'my ck, 1.pth', '2024', 'a=b'])
+@pytest.mark.parametrize('key', ['data_root', 'note', 'model.heads.1.path'])
+def test_name_of_a_file_is_kept(key, name, config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    cfg = _train_config(config, '--cfg-options', f'{key}={name}')
+    for part in key.split('.'):
+        cfg = cfg[int(part) if part.isdigit() else part]
+    assert cfg == name
+
+
+def test_number_stays_one_beside_a_folder_of_its_name(
+    config, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / '7').mkdir()
+    cfg = _train_config(config, '--cfg-options', 'model.heads.1.n=7')
+    assert cfg.model.heads[1].n == 7
+    assert isinstance(cfg.model.heads[1].n, int)
+
+
+def test_lost_blanks_are_said_and_the_help_names_the_quotes(config, capsys):
+    with pytest.warns(UserWarning, match=r"""KEY='"a dir/1"'""") as record:
+        cfg = _train_config(config, '--cfg-options', 'work_dir=a dir/1')
+    assert "read without its blanks, as 'adir/1'" in str(record[0].message)
+    assert cfg.work_dir == 'adir/1'
+    with pytest.raises(SystemExit):
+        TRAIN.parse_args(['--help'])
+    assert """work_dir='"a dir/1"'""" in ' '.join(
+        capsys.readouterr().out.split()
+    )
