@@ -15,15 +15,15 @@ ALLOWED = {
     'ddp_hooks': {'contract', 'torch'},
     'parameters': {'contract', 'torch'},
     'compression': {'contract', 'parameters', 'torch'},
+    'files': {'torch', 'numpy', 'safetensors', 'mmengine'},
     'engine': {
-        'compression',
-        'contract',
-        'ddp_hooks',
-        'parameters',
-        'torch',
-        'mmengine',
+        *('compression', 'contract', 'ddp_hooks', 'files', 'parameters'),
+        *('torch', 'mmengine'),
     },
-    'models': {'torch', 'timm', 'safetensors', 'mmcv', 'mmengine', 'mmseg'},
+    'models': {
+        *('files', 'torch', 'timm', 'safetensors'),
+        *('mmcv', 'mmengine', 'mmseg'),
+    },
     'datasets': {'numpy', 'cv2', 'mmcv', 'mmengine', 'mmseg'},
 }
 

@@ -1,0 +1,138 @@
+"""Reading torch's pickles of tensors, and of nothing that could run.
+
+A pickle names functions and calls them. torch's safe mode admits what tensors
+need. MMEngine's checkpoints need some more: their log buffers, which hold
+NumPy arrays and name their statistics through `getattr`.
+"""
+
+import functools
+import inspect
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from mmengine.logging import HistoryBuffer
+
+__all__ = ['load_safely', 'safe_mode']
+
+# Before torch 2.5 the safe mode cannot be told of more.
+_CAN_ADMIT = hasattr(torch.serialization, 'safe_globals')
+_FORCE = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
+
+
+def load_safely(file: BinaryIO, map_location: Any) -> Any:
+    """Read a checkpoint of torch that asks for tensors and log buffers only.
+
+    Args:
+        file: The open file.
+        map_location: As in `torch.load`.
+
+    Returns:
+        Its content.
+
+    Raises:
+        pickle.UnpicklingError: The file asks for something else; the message
+            has `GLOBAL` and the name.
+    """
+    if _CAN_ADMIT:
+        with torch.serialization.safe_globals(_log_globals()):
+            return torch.load(
+                file, map_location=map_location, weights_only=True
+            )
+    return torch.load(
+        file,
+        map_location=map_location,
+        pickle_module=SimpleNamespace(
+            __name__=__name__, Unpickler=_Unpickler, load=_load
+        ),
+        weights_only=False,
+    )
+
+
+@contextmanager
+def safe_mode() -> Iterator[None]:
+    """Make every `torch.load` within a safe one, whatever it is told."""
+    before = os.environ.get(_FORCE)
+    os.environ[_FORCE] = '1'
+    try:
+        if _CAN_ADMIT:
+            with torch.serialization.safe_globals(_log_globals()):
+                yield
+        else:
+            yield
+    finally:
+        del os.environ[_FORCE]
+        if before is not None:
+            os.environ[_FORCE] = before
+
+
+@functools.cache
+def _log_globals() -> list[Callable]:
+    """What log buffers need, each under the name that a file asks for."""
+    reconstruct = np.zeros(0).__reduce__()[0]
+    scalar = np.float64().__reduce__()[0]
+    codes = np.typecodes['AllInteger'] + np.typecodes['AllFloat'] + '?US'
+    return [
+        HistoryBuffer,
+        _named('builtins', 'getattr', _statistic),
+        np.ndarray,
+        np.dtype,
+        *{type(np.dtype(code)) for code in codes},
+        # NumPy 2 renamed the module; files know one name or the other.
+        *(
+            _named(f'numpy.{core}.multiarray', function.__name__, function)
+            for core in ('core', '_core')
+            for function in (reconstruct, scalar)
+        ),
+    ]
+
+
+def _named(module: str, name: str, function: Callable) -> Callable:
+    """The function under another name; torch finds globals by their names."""
+
+    def call(*args):
+        return function(*args)
+
+    call.__module__, call.__name__, call.__qualname__ = module, name, name
+    return call
+
+
+def _statistic(owner: Any, name: str) -> Callable:
+    """`getattr` for the statistics of log buffers, and for nothing else.
+
+    The real one leads from any function to `__globals__`, and so to all code.
+    """
+    found = vars(HistoryBuffer).get(name)
+    if (
+        owner is not HistoryBuffer
+        or name.startswith('_')
+        or not inspect.isfunction(found)
+    ):
+        raise pickle.UnpicklingError(
+            f'GLOBAL builtins.getattr, of {owner!r} and {name!r}'
+        )
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds torch's own safe globals and those of log buffers."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        # The older name is that of the protocols that torch writes.
+        asked = f'{module.replace("__builtin__", "builtins")}.{name}'
+        safe = torch._weights_only_unpickler._get_allowed_globals()
+        if asked in safe:
+            return safe[asked]
+        for known in _log_globals():
+            if asked == f'{known.__module__}.{known.__name__}':
+                return known
+        raise pickle.UnpicklingError(f'GLOBAL {asked}')
+
+
+def _load(file: Any, **options: Any) -> Any:
+    return _Unpickler(file, **options).load()
