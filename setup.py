@@ -29,6 +29,6 @@ setup(
             'ftfy',
             'regex',
         ],
-        'tests': ['pytest', 'pytest-timeout'],
+        'tests': ['pytest', 'pytest-timeout', 'transformers'],
     },
 )

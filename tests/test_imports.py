@@ -20,10 +20,7 @@ ALLOWED = {
         *('compression', 'contract', 'ddp_hooks', 'files', 'parameters'),
         *('torch', 'mmengine'),
     },
-    'models': {
-        *('files', 'torch', 'timm', 'safetensors'),
-        *('mmcv', 'mmengine', 'mmseg'),
-    },
+    'models': {'files', 'torch', 'timm', 'mmcv', 'mmengine', 'mmseg'},
     'datasets': {'numpy', 'cv2', 'mmcv', 'mmengine', 'mmseg'},
 }
 

@@ -11,6 +11,7 @@ from .layers import FullWidthNormAttention
 __all__ = [
     'ARCHS',
     'Arch',
+    'check_grid',
     'check_img_size',
     'check_out_indices',
     'resolve_arch',
@@ -157,6 +158,25 @@ def check_img_size(
             'patches (inputs of other sizes are padded)'
         )
     return tuple(img_size)
+
+
+def check_grid(grid: Sequence[int] | None) -> tuple[int, int] | None:
+    """Return rows and columns of patches, or None.
+
+    Raises:
+        TypeError: Neither None nor two positive ints.
+    """
+    if grid is None:
+        return None
+    if (
+        not isinstance(grid, Sequence)
+        or len(grid) != 2
+        or not all(isinstance(side, int) and side > 0 for side in grid)
+    ):
+        raise TypeError(
+            f'checkpoint_grid must be (rows, columns), got {grid!r}'
+        )
+    return tuple(grid)
 
 
 def check_out_indices(

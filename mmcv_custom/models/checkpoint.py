@@ -1,14 +1,9 @@
-"""Fitting weights: every published layout, and a summary of what fitted.
-
-Layouts of the backbone: timm-like names (`blocks.0.attn.qkv.weight`, as in
-`intern_vit_6b_224px.pth`, possibly below a key `module`), segmentation
-checkpoints (`backbone.*`), and the published transformer layout
-(`embeddings.*`, `encoder.layers.*`, possibly below `vision_model.`).
-"""
+"""Fitting the weights of a file to a backbone, and saying what fitted."""
 
 import logging
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,27 +11,32 @@ from mmengine.dist import is_main_process
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
+from ..files import read_weights
 from .layers import resize_pos_embed
-from .reading import unwrap_state_dict
+from .layouts import (
+    LAYOUTS,
+    PREFIXES,
+    backbone_names,
+    to_timm_names,
+    unwrap_state_dict,
+)
 
 __all__ = [
+    'GRID_NAME',
     'LoadReport',
     'fit_weights',
     'keep_classifier_if_classes_differ',
+    'read_backbone_weights',
 ]
 
 # One block is 2 % of the deepest arch (48 blocks), so a file that lacks a
 # block is refused; no known file lacks single tensors of a block.
 REQUIRED_SHARE = 0.99
 
-PREFIXES = ('module.', 'backbone.', 'vision_model.')
-TRANSFORMER_NAMES = (
-    (r'^embeddings\.class_embedding$', 'cls_token'),
-    (r'^embeddings\.position_embedding$', 'pos_embed'),
-    (r'^embeddings\.patch_embedding\.', 'patch_embed.proj.'),
-    (r'^encoder\.layers\.', 'blocks.'),
-    (r'^(blocks\.\d+\.ls[12])$', r'\1.gamma'),
-)
+# The grid of the position embedding, which a checkpoint holds beside it.
+GRID_NAME = 'pos_embed_grid'
+# Parts of published models that nothing here reads.
+NOT_BUILT = r'blocks\.(\d+)|up[1-4]|norm|mask_token'
 
 
 @dataclass
@@ -51,7 +51,8 @@ class LoadReport:
         unexpected: Names of the file that the model lacks.
         wrong_shape: Names whose shapes differ, with both shapes.
         not_built: Parts of the file that this model leaves out, once per
-            tensor: blocks above the last output, the pyramid.
+            tensor: blocks above the last output, the final norm, the mask
+            token, the pyramid.
     """
 
     expected: int
@@ -102,8 +103,7 @@ class LoadReport:
             raise RuntimeError(
                 f'{self.summary()}. At least {REQUIRED_SHARE:.0%} must be '
                 'loaded, else training would start from random weights. '
-                'Names are understood as in timm, as in the published '
-                'transformer layout, and below the prefixes '
+                f'The layouts {LAYOUTS} are read, also below the prefixes '
                 f'{", ".join(PREFIXES)}.'
             )
 
@@ -115,6 +115,37 @@ def _count(names: list[str], kind: str) -> str:
     return f'{len(names)} {kind}{listed}'
 
 
+def read_backbone_weights(path: str, prefix: str = '') -> dict[str, Any]:
+    """Read what a file may have for a backbone.
+
+    Args:
+        path: As in `mmcv_custom.files.read_weights`. Of a sharded or a
+            safetensors file, only tensors of the backbone are read.
+        prefix: Of the names to take; it is taken off.
+
+    Returns:
+        Names in the file's layout, and tensors, on the CPU.
+
+    Raises:
+        FileNotFoundError, ValueError: No such file, or it does not hold
+            weights.
+    """
+
+    def wanted(names: Iterable[str]) -> list[str]:
+        return backbone_names(n for n in names if n.startswith(prefix))
+
+    content = read_weights(path, wanted)
+    if not isinstance(content, Mapping):
+        raise ValueError(
+            f'{path} holds a {type(content).__name__}, not names and tensors'
+        )
+    return {
+        name[len(prefix) :]: value
+        for name, value in unwrap_state_dict(content).items()
+        if name.startswith(prefix)
+    }
+
+
 def fit_weights(
     weights: Mapping[str, Any], model: nn.Module
 ) -> tuple[dict[str, Tensor], LoadReport]:
@@ -122,7 +153,8 @@ def fit_weights(
 
     Args:
         weights: Names and tensors of any known layout; not changed.
-        model: The `InternViT` they are for; only read.
+        model: The `InternViT` they are for; only read. Its
+            `checkpoint_grid` is taken where the file has no grid.
 
     Returns:
         The weights under the model's names, the position embedding resized
@@ -131,19 +163,22 @@ def fit_weights(
         that the model does not build are dropped.
 
     Raises:
-        ValueError: The file's position embedding is no square grid.
+        ValueError: The grid of the file's position embedding is not known,
+            or does not fit it.
     """
     own = model.state_dict()
+    del own[GRID_NAME]
     report = LoadReport(expected=len(own))
-    named = _translate(unwrap_state_dict(weights))
+    named = to_timm_names(unwrap_state_dict(weights))
+    grid = named.pop(GRID_NAME, None)
     fitted = {}
     for name, value in named.items():
-        part = re.match(r'blocks\.(\d+)|up[1-4]', name)
-        if part and (not part[1] or int(part[1]) >= len(model.blocks)):
-            report.not_built.append(part[0])
+        part = re.match(rf'({NOT_BUILT})(\.|$)', name)
+        if part and (not part[2] or int(part[2]) >= len(model.blocks)):
+            report.not_built.append(part[1])
             continue
         if name == 'pos_embed':
-            value, report.resized = _fit_pos_embed(value, model)
+            value, report.resized = _fit_pos_embed(value, grid, model)
         fitted[name] = value
         if name not in own:
             report.unexpected.append(name)
@@ -158,49 +193,48 @@ def fit_weights(
     return fitted, report
 
 
-def _translate(weights: dict[str, Any]) -> dict[str, Any]:
-    """Strip the prefixes and rename the published transformer layout."""
-    while True:
-        prefix = next(
-            (
-                prefix
-                for prefix in PREFIXES
-                if any(name.startswith(prefix) for name in weights)
-            ),
-            None,
-        )
-        if prefix is None:
-            break
-        # Names without it are other parts: heads, a language model.
-        weights = {
-            name[len(prefix) :]: value
-            for name, value in weights.items()
-            if name.startswith(prefix)
-        }
-    translated = {}
-    for name, value in weights.items():
-        for pattern, replacement in TRANSFORMER_NAMES:
-            name = re.sub(pattern, replacement, name)
-        translated[name] = value
-    return translated
-
-
-def _fit_pos_embed(pos_embed: Tensor, model: nn.Module) -> tuple[Tensor, str]:
+def _fit_pos_embed(
+    pos_embed: Tensor, saved_grid: Tensor | None, model: nn.Module
+) -> tuple[Tensor, str]:
     """Resize to the model's grid; also describe what was done."""
     new_grid = tuple(model.patch_embed.grid_size)
-    patches = pos_embed.shape[1] - 1
-    # As many patches as the model has: its own grid, square or not.
-    if patches == new_grid[0] * new_grid[1]:
+    grid, remark = _grid_of(pos_embed.shape[1] - 1, saved_grid, model)
+    if grid == new_grid:
         return pos_embed, ''
-    side = round(patches**0.5)
-    if side * side != patches:
-        raise ValueError(
-            f'the position embedding of the file has {patches} patches: '
-            f'neither the grid {new_grid} of the model nor a square'
-        )
-    return resize_pos_embed(pos_embed, (side, side), new_grid), (
-        f'pos_embed from {side}x{side} to {new_grid[0]}x{new_grid[1]} '
-        'patches, bicubic in fp32: expected for another img_size'
+    return resize_pos_embed(pos_embed, grid, new_grid), (
+        f'pos_embed from {grid[0]}x{grid[1]} to {new_grid[0]}x{new_grid[1]} '
+        f'patches, bicubic in fp32: expected for another img_size{remark}'
+    )
+
+
+def _grid_of(
+    patches: int, saved_grid: Tensor | None, model: nn.Module
+) -> tuple[tuple[int, int], str]:
+    """The grid of a file's position embedding, and how it is known."""
+    known = {GRID_NAME: saved_grid, 'checkpoint_grid': model.checkpoint_grid}
+    for source, grid in known.items():
+        if grid is None:
+            continue
+        rows, columns = (round(float(side)) for side in grid)
+        if rows * columns != patches:
+            raise ValueError(
+                f'the position embedding of the file has {patches} patches, '
+                f'but {source} says {rows}x{columns}'
+            )
+        return (rows, columns), ''
+    side = math.isqrt(patches)
+    own = tuple(model.patch_embed.grid_size)
+    # Without a grid come the published files, which are square.
+    if side * side == patches and (
+        own == (side, side) or own[0] * own[1] != patches
+    ):
+        return (side, side), ', the file taken to be square'
+    raise ValueError(
+        f'the position embedding of the file has {patches} patches, and the '
+        'file does not say in which grid: more than one is possible. Say it '
+        "with the backbone's checkpoint_grid, as in --cfg-options "
+        'model.backbone.checkpoint_grid=[rows,columns]; this model has '
+        f'{own[0]} rows and {own[1]} columns'
     )
 
 

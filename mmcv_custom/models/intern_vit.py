@@ -14,10 +14,14 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .archs import check_img_size, check_out_indices, resolve_arch
-from .checkpoint import fit_weights
+from .archs import (
+    check_grid,
+    check_img_size,
+    check_out_indices,
+    resolve_arch,
+)
+from .checkpoint import GRID_NAME, fit_weights, read_backbone_weights
 from .layers import resize_pos_embed
-from .reading import read_weights
 
 __all__ = ['InternViT']
 
@@ -60,9 +64,13 @@ class InternViT(VisionTransformer, BaseModule):
             model; it grows linearly from 0.
         dtype: 'float32' or 'bfloat16', of the parameters and the
             computation.
+        checkpoint_grid: Rows and columns of the position embedding in files
+            that do not say it. Our checkpoints do; of others, a square is
+            assumed, and what is not certainly square is refused.
         init_cfg: Initialisation config of MMEngine. With
             `dict(type='Pretrained', checkpoint=...)` each published layout
-            of the weights is read, see `checkpoint.py`.
+            of the weights is read, see `layouts.py`. No code of the file
+            runs, unless its name begins with `trusted://`.
 
     Raises:
         TypeError: An argument of the wrong type.
@@ -81,6 +89,7 @@ class InternViT(VisionTransformer, BaseModule):
         with_cp: bool = False,
         drop_path_rate: float = 0.0,
         dtype: str = 'float32',
+        checkpoint_grid: Sequence[int] | None = None,
         init_cfg: dict | None = None,
     ) -> None:
         shape = resolve_arch(arch)
@@ -103,6 +112,7 @@ class InternViT(VisionTransformer, BaseModule):
             # as --cfg-options ...init_cfg.checkpoint=FILE alone makes it
             self.init_cfg.setdefault('type', 'Pretrained')
         self.arch = shape
+        self.checkpoint_grid = check_grid(checkpoint_grid)
         self.out_indices = out_indices
         self.with_cp = with_cp
         self.frozen = frozen
@@ -154,6 +164,8 @@ class InternViT(VisionTransformer, BaseModule):
         """Load the weights that `init_cfg` names.
 
         Raises:
+            FileNotFoundError, ValueError: No such file, or it does not hold
+                weights.
             RuntimeError: Too few tensors of the file match, see
                 `fit_weights`.
         """
@@ -163,15 +175,21 @@ class InternViT(VisionTransformer, BaseModule):
         ):
             BaseModule.init_weights(self)
             return
-        weights = read_weights(self.init_cfg['checkpoint'])
-        prefix = self.init_cfg.get('prefix') or ''
-        weights = {
-            name[len(prefix) :]: value
-            for name, value in weights.items()
-            if name.startswith(prefix)
-        }
+        weights = read_backbone_weights(
+            str(self.init_cfg['checkpoint']), self.init_cfg.get('prefix') or ''
+        )
         load_state_dict(self, weights, strict=False, logger='current')
         self.is_init = True
+
+    def _save_to_state_dict(
+        self, destination: dict, prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # No buffer: it says how to read `pos_embed`, and only the model's
+        # own `grid_size` can be right for that.
+        destination[prefix + GRID_NAME] = torch.tensor(
+            self.patch_embed.grid_size, device='cpu'
+        )
 
     def _load_from_state_dict(
         self, state_dict: dict, prefix: str, *args

@@ -1,7 +1,6 @@
 """The layers of InternViT and its pyramid that timm and mmcv lack."""
 
-import torch
-from timm.layers import Attention
+from timm.layers import Attention, resample_abs_pos_embed
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -93,12 +92,6 @@ def resize_pos_embed(
         computed in fp32, as it is not exact (and on some versions of torch
         not implemented) in half precision. The class token is unchanged.
     """
-    if tuple(old_grid) == tuple(new_grid):
-        return pos_embed
-    class_token, patches = pos_embed[:, :1], pos_embed[:, 1:]
-    patches = patches.float().reshape(1, *old_grid, -1).permute(0, 3, 1, 2)
-    patches = functional.interpolate(
-        patches, size=tuple(new_grid), mode='bicubic', align_corners=False
+    return resample_abs_pos_embed(
+        pos_embed, list(new_grid), list(old_grid), antialias=False
     )
-    patches = patches.flatten(2).transpose(1, 2).to(pos_embed.dtype)
-    return torch.cat((class_token, patches), dim=1)

@@ -7,7 +7,7 @@ from mmseg.models.segmentors import EncoderDecoder
 from mmseg.registry import MODELS
 
 from .checkpoint import keep_classifier_if_classes_differ
-from .reading import unwrap_state_dict
+from .layouts import unwrap_state_dict
 
 __all__ = ['InternViTSegmentor']
 

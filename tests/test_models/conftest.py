@@ -1,6 +1,7 @@
 import pytest
 
-from mmcv_custom.models import checkpoint, intern_vit, reading
+from mmcv_custom.files import reading
+from mmcv_custom.models import checkpoint, intern_vit
 
 
 @pytest.fixture

@@ -38,6 +38,42 @@ def transformer_layout(weights):
     }
 
 
+def internvl_layout(weights):
+    """Rename as the InternVL classes of transformers do."""
+    patterns = {
+        r'^cls_token': 'embeddings.cls_token',
+        r'^pos_embed$': 'embeddings.position_embeddings',
+        r'^patch_embed\.proj': 'embeddings.patch_embeddings.projection',
+        r'^blocks': 'encoder.layer',
+        r'attn\.proj': 'attention.projection_layer',
+        r'attn': 'attention',
+        r'ls(\d)\.gamma': r'lambda_\1',
+        r'norm1': 'layernorm_before',
+        r'norm2': 'layernorm_after',
+    }
+    renamed = {
+        'embeddings.mask_token': torch.ones(1, 1, 32),
+        'layernorm.weight': torch.ones(32),
+    }
+    for name, value in weights.items():
+        for pattern, replacement in patterns.items():
+            name = re.sub(pattern, replacement, name)
+        if '.qkv.' not in name:
+            renamed[name] = value
+            continue
+        for part, third in zip('qkv', value.chunk(3), strict=True):
+            renamed[name.replace('qkv', f'{part}_proj')] = third
+    return renamed
+
+
+def internvl_file(prefix, language_model):
+    return lambda weights: {
+        f'{language_model}.layers.0.self_attn.q_proj.weight': torch.ones(3, 3),
+        'lm_head.weight': torch.ones(3),
+        **prefixed(prefix)(internvl_layout(weights)),
+    }
+
+
 def prefixed(prefix):
     return lambda weights: {prefix + n: v for n, v in weights.items()}
 
@@ -70,6 +106,11 @@ LAYOUTS = {
     'transformer': transformer_layout,
     'vision-language': vision_language_file,
     'mmseg 0.x': segmentation_file,
+    'InternVL': internvl_layout,
+    'vision_tower.': internvl_file('vision_tower.', 'language_model.model'),
+    'model.vision_tower.': internvl_file(
+        'model.vision_tower.', 'model.language_model'
+    ),
 }
 
 
@@ -90,7 +131,8 @@ def test_every_layout_loads_completely(tmp_path, logged, layout, arch):
     backbone.init_weights()
     assert same_weights(source, backbone)
     (text, level), *rest = logged
-    assert f'{len(source)} of {len(source)} tensors loaded' in text
+    number = len(list(backbone.parameters()))
+    assert f'{number} of {number} tensors loaded' in text
     assert '0 missing; 0 unexpected; 0 wrong shape' in text
     assert level == logging.INFO
     assert not rest
@@ -124,6 +166,26 @@ def test_sharded_and_safetensors_files(tmp_path):
     assert same_weights(source, backbone)
 
 
+def test_only_shards_with_vision_tensors_are_needed(tmp_path):
+    source = make_backbone(seed=1).state_dict()
+    content = LAYOUTS['model.vision_tower.'](source)
+    language = [n for n in content if 'vision_tower' not in n]
+    assert len(language) == 2
+    index = dict.fromkeys(content, 'a.safetensors')
+    index |= dict.fromkeys(language, 'b.safetensors')  # which is not there
+    vision = {n: v for n, v in content.items() if n not in language}
+    save_file(
+        {n: v.clone() for n, v in vision.items()}, tmp_path / 'a.safetensors'
+    )
+    path = tmp_path / 'model.safetensors.index.json'
+    path.write_text(json.dumps({'weight_map': index}))
+    backbone = make_backbone(
+        init_cfg={'type': 'Pretrained', 'checkpoint': str(tmp_path)}
+    )
+    backbone.init_weights()
+    assert same_weights(source, backbone)
+
+
 def test_prefix_of_init_cfg(tmp_path):
     source = make_backbone(seed=1).state_dict()
     other = make_backbone(seed=2).state_dict()
@@ -135,32 +197,50 @@ def test_prefix_of_init_cfg(tmp_path):
     assert same_weights(source, backbone)
 
 
-def test_files_are_read_in_safe_mode(tmp_path, logged, monkeypatch):
-    modes = []
-    load = torch.load
-
-    def recording_load(*args, **kwargs):
-        modes.append(kwargs.get('weights_only'))
-        return load(*args, **kwargs)
-
-    monkeypatch.setattr(torch, 'load', recording_load)
+def test_training_checkpoints_are_read_without_a_warning(tmp_path, logged):
     source = make_backbone(seed=1).state_dict()
-    for name, content in {
-        'plain': source,
-        # What MMEngine's training checkpoints hold besides tensors.
-        'training': {'state_dict': source, 'hub': HistoryBuffer()},
-    }.items():
-        path = str(tmp_path / name)
-        torch.save(content, path)
-        backbone = make_backbone(
+    path = str(tmp_path / 'iter_4.pth')
+    torch.save({'state_dict': source, 'hub': HistoryBuffer([1.0], [1])}, path)
+    backbone = make_backbone(
+        init_cfg={'type': 'Pretrained', 'checkpoint': path}
+    )
+    backbone.init_weights()
+    assert same_weights(source, backbone)
+    assert [level for _, level in logged] == [logging.INFO]
+
+
+class Command:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, 'w')
+
+
+def test_code_runs_from_trusted_files_only(tmp_path, logged):
+    source = make_backbone(seed=1).state_dict()
+    path, trace = tmp_path / 'weights.pth', tmp_path / 'trace'
+    torch.save({**source, 'x': Command(str(trace))}, path)
+    init_cfg = {'type': 'Pretrained', 'checkpoint': path}
+    with pytest.raises(ValueError, match=rf'{path} asks for .*open'):
+        make_backbone(init_cfg=init_cfg).init_weights()
+    assert not trace.exists()
+    init_cfg['checkpoint'] = f'trusted://{path}'
+    backbone = make_backbone(init_cfg=init_cfg)
+    backbone.init_weights()
+    assert trace.exists()
+    assert same_weights(source, backbone)
+    assert 'may run code' in logged[0][0]
+    assert logged[0][1] == logging.WARNING
+
+
+def test_what_is_no_mapping_is_refused(tmp_path):
+    path = tmp_path / 'list.pth'
+    torch.save([torch.ones(2)], path)
+    with pytest.raises(ValueError, match=rf'{path} holds a list'):
+        make_backbone(
             init_cfg={'type': 'Pretrained', 'checkpoint': path}
-        )
-        backbone.init_weights()
-        assert same_weights(source, backbone)
-        if name == 'plain':
-            assert modes == [True]
-            assert not any('trust' in text for text, _ in logged)
-    assert any('trust' in text for text, _ in logged)
+        ).init_weights()
 
 
 def test_missing_file(tmp_path):
@@ -252,19 +332,12 @@ def test_position_embedding_on_every_path(tmp_path, logged, load, size, dtype):
     assert ('0 resized' in notices[0]) == (grid == (4, 4))
 
 
-def test_grid_of_the_file_must_be_known():
-    weights = make_backbone(img_size=(28, 84)).state_dict()
-    make_backbone(img_size=(28, 84)).load_state_dict(weights)
-    with pytest.raises(ValueError, match=r'12 patches.*square'):
-        make_backbone().load_state_dict(weights)
-
-
 def test_renamed_layers_are_refused_with_the_summary(logged):
     source = make_backbone(seed=1).state_dict()
     renamed = {n.replace('blocks', 'stages'): v for n, v in source.items()}
     backbone = make_backbone()
     before = {n: v.clone() for n, v in backbone.state_dict().items()}
-    expected = len(source)
+    expected = len(list(backbone.parameters()))
     with pytest.raises(RuntimeError, match=f'4 of {expected} tensors') as e:
         backbone.load_state_dict(renamed, strict=False)
     assert f'{expected - 4} missing (blocks.0' in str(e.value)
@@ -315,6 +388,16 @@ def test_blocks_above_the_last_output_are_no_noise(logged):
     assert '26 not built (blocks.2, blocks.3)' in text
     assert '0 unexpected' in text
     assert level == logging.INFO
+
+
+def test_qkv_is_joined_only_if_complete(logged):
+    weights = internvl_layout(make_backbone(seed=1).state_dict())
+    del weights['encoder.layer.1.attention.k_proj.weight']
+    with pytest.raises(
+        RuntimeError, match=r'1 missing \(blocks\.1\.attn'
+    ) as e:
+        make_backbone().load_state_dict(weights)
+    assert '2 unexpected (blocks.1.attn.q_proj.weight, ' in str(e.value)
 
 
 def test_unexpected_names_stay_visible_to_strict_loading(logged):
