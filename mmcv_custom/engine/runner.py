@@ -28,8 +28,8 @@ from .hooks import CompressionHook, StateFoldersHook, WrappedModelHook
 from .sharded import gathered_on_rank_0, refuse_overlap
 from .state_folders import StateFolders, local_folder
 from .training import (
-    accumulated_iters,
     overruled_settings,
+    refuse_accumulated_static_graph,
     schedule_settings,
 )
 
@@ -117,18 +117,7 @@ class CommHookRunner(Runner):
         """Build as MMEngine does; refuse what cannot train this model."""
         optim_wrapper = super().build_optim_wrapper(*args, **kwargs)
         refuse_overlap(optim_wrapper)
-        accumulated = accumulated_iters(optim_wrapper)
-        if accumulated > 1 and any(
-            getattr(module, 'static_graph', False)
-            for module in self.model.modules()
-            if isinstance(module, DistributedDataParallel)
-        ):
-            raise ValueError(
-                'static_graph=True of the model wrapper and '
-                f'accumulative_counts={accumulated} do not go together: DDP '
-                'cannot skip the exchange of a static graph; leave out one '
-                'of the two'
-            )
+        refuse_accumulated_static_graph(self.model, optim_wrapper)
         return optim_wrapper
 
     def scale_lr(self, *args, **kwargs) -> None:

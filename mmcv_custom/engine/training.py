@@ -9,6 +9,8 @@ from mmengine.optim.scheduler.param_scheduler import (
     LinearParamScheduler,
 )
 from mmengine.runner import Runner
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     'accumulated_iters',
@@ -16,6 +18,7 @@ __all__ = [
     'loss_scale',
     'optim_wrappers',
     'overruled_settings',
+    'refuse_accumulated_static_graph',
     'schedule_settings',
     'warmup_end',
 ]
@@ -72,6 +75,29 @@ def accumulated_iters(optim_wrapper: OptimWrapper | dict | None) -> int:
         ),
         default=1,
     )
+
+
+def refuse_accumulated_static_graph(
+    model: nn.Module, optim_wrapper: OptimWrapper
+) -> None:
+    """Raise ValueError if a DDP of a static graph is to skip exchanges.
+
+    Args:
+        model: Wrapped, or with wrapped parts.
+        optim_wrapper: Built.
+    """
+    accumulated = accumulated_iters(optim_wrapper)
+    if accumulated > 1 and any(
+        module.static_graph
+        for module in model.modules()
+        if isinstance(module, DistributedDataParallel)
+    ):
+        raise ValueError(
+            'static_graph=True of the model wrapper and '
+            f'accumulative_counts={accumulated} do not go together: DDP '
+            'cannot skip the exchange of a static graph; leave out one of '
+            'the two'
+        )
 
 
 def loss_scale(optim_wrapper: OptimWrapper) -> float:
