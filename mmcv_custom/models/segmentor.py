@@ -5,11 +5,15 @@ import re
 from mmseg.models.decode_heads.decode_head import BaseDecodeHead
 from mmseg.models.segmentors import EncoderDecoder
 from mmseg.registry import MODELS
+from torch import nn
 
 from .checkpoint import keep_classifier_if_classes_differ
 from .layouts import unwrap_state_dict
 
 __all__ = ['InternViTSegmentor']
+
+# What torch.compile puts before the names of what it wraps.
+_COMPILED = '_orig_mod.'
 
 
 @MODELS.register_module()
@@ -23,6 +27,8 @@ class InternViTSegmentor(EncoderDecoder):
       which keeps the pyramid in the backbone: `backbone.up1` becomes
       `neck.up1`;
     - a file with the backbone alone;
+    - the names that `torch.compile` makes of a part of the model, in the
+      file, in this model or in both;
     - heads for another number of classes: their classifier starts anew,
       with a notice that names both numbers.
     """
@@ -37,17 +43,24 @@ class InternViTSegmentor(EncoderDecoder):
                 if name.startswith(prefix)
             }
         )
-        given = {name.removeprefix('module.'): v for name, v in given.items()}
+        given = {
+            name.removeprefix('module.').replace(_COMPILED, ''): value
+            for name, value in given.items()
+        }
         if not any(name.startswith('backbone.') for name in given):
             own = tuple(f'{name}.' for name in self._modules)
             given = {
                 name if name.startswith(own) else f'backbone.{name}': value
                 for name, value in given.items()
             }
+        given = {
+            re.sub(r'^backbone\.(up[1-4]\.)', r'neck.\1', name): value
+            for name, value in given.items()
+        }
         state_dict.update(
             {
-                prefix + re.sub(r'^backbone\.(up[1-4]\.)', r'neck.\1', name): v
-                for name, v in given.items()
+                prefix + _compiled_name(name, self): value
+                for name, value in given.items()
             }
         )
         for name, module in self.named_modules():
@@ -56,3 +69,13 @@ class InternViTSegmentor(EncoderDecoder):
                     module, state_dict, f'{prefix}{name}.'
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _compiled_name(name: str, model: nn.Module) -> str:
+    """Return what a tensor is called in a model of compiled parts."""
+    for path, _ in model.named_modules():
+        path = f'{path}.'
+        part = path.removesuffix(_COMPILED)
+        if part != path and name.startswith(part):
+            name = path + name[len(part) :]
+    return name

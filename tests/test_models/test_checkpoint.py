@@ -490,3 +490,33 @@ def test_wrapped_models_load_too(tmp_path):
         assert same_weights(source.state_dict(), target.module)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def _compile_parts(model, parts):
+    if 'blocks' in parts:
+        for index, block in enumerate(model.backbone.blocks):
+            model.backbone.blocks[index] = torch.compile(
+                block, backend='eager'
+            )
+    if 'backbone' in parts:
+        model.backbone = torch.compile(model.backbone, backend='eager')
+    if 'model' in parts:
+        return torch.compile(model, backend='eager')
+    return model
+
+
+@pytest.mark.parametrize(
+    'saved', [[], ['model'], ['backbone'], ['blocks', 'backbone', 'model']]
+)
+@pytest.mark.parametrize('loaded', [[], ['backbone'], ['blocks', 'backbone']])
+def test_names_of_compiled_parts(tmp_path, saved, loaded):
+    source = make_segmentor(upernet_config(), seed=1)
+    expected = {n: v.clone() for n, v in source.state_dict().items()}
+    path = str(tmp_path / 'compiled.pth')
+    torch.save(
+        {'state_dict': _compile_parts(source, saved).state_dict()}, path
+    )
+    target = make_segmentor(upernet_config())
+    load_checkpoint(_compile_parts(target, loaded), path, strict=True)
+    for name, value in target.state_dict().items():
+        assert torch.equal(value, expected[name.replace('_orig_mod.', '')])
