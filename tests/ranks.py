@@ -1,32 +1,65 @@
 """Run a function on several gloo ranks, with a hard timeout."""
 
-import faulthandler
+import atexit
+import contextlib
 import functools
 import multiprocessing
 import multiprocessing.connection
-import os
 import pickle
 import tempfile
 import time
-import traceback
-from datetime import timedelta
+from pathlib import Path
 
-# Ranks are forked from a server that has imported the heavy packages and
-# nothing else: a rank starts in milliseconds, and clean.
+from tests.rank_process import Call, serve
+
+# Forked from a server that has imported the heavy packages and nothing else.
 _context = multiprocessing.get_context('forkserver')
-_context.set_forkserver_preload(
-    [
-        'pytest',
-        'torch.distributed.algorithms.ddp_comm_hooks.default_hooks',
-        'mmengine.runner',
-        'mmseg.apis',
-        'timm.models',
-    ]
-)
+_context.set_forkserver_preload(['tests.preload'])
+
+# How long a rank may take to write where it hangs, in seconds.
+_GRACE_S = 2
 
 
-def run_ranks(function, *args, world_size=2, timeout_s=60, init=True):
+class _Rank:
+    """A process of the pool, and the pipe to it."""
+
+    def __init__(self):
+        self.pipe, theirs = _context.Pipe()
+        self._process = _context.Process(
+            target=serve, args=(theirs,), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def send(self, message):
+        # That a process has died shows when it does not answer.
+        with contextlib.suppress(OSError):
+            self.pipe.send_bytes(message)
+
+    def exit_code(self):
+        """Of a process that has ended."""
+        self._process.join(timeout=5)
+        return self._process.exitcode
+
+    def kill(self):
+        self._process.kill()
+        self._process.join()
+        self.pipe.close()
+
+
+# Ranks that wait for a call. They serve all tests of a session.
+_idle = []
+
+
+def run_ranks(
+    function, *args, world_size=2, timeout_s=60, init=True, fresh=False
+):
     """Run ``function(rank, *args)`` on every rank; return the results.
+
+    The processes live on, with their globals reset, and run other calls. A
+    call may leave behind no thread, no process group but the one it was
+    given, and no change of the environment; nor may it leave a module
+    changed, which nobody checks.
 
     Args:
         function: A function of a test module, found by its name.
@@ -35,98 +68,79 @@ def run_ranks(function, *args, world_size=2, timeout_s=60, init=True):
         timeout_s: All ranks are killed after that many seconds.
         init: Start the gloo process group first. Otherwise only torchrun's
             environment variables are set.
+        fresh: In new processes, which end with the call.
 
     Raises:
-        AssertionError: With the traceback of the first rank that failed.
+        AssertionError: With the traceback of the first rank that failed,
+            or where each hangs.
     """
+    ranks = [
+        _idle.pop() if _idle and not fresh else _Rank()
+        for _ in range(world_size)
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        ranks, pipes = [], []
-        for rank in range(world_size):
-            receiver, sender = _context.Pipe(duplex=False)
-            process = _context.Process(
-                target=_run_rank,
-                args=(
-                    function,
-                    args,
-                    rank,
-                    world_size,
-                    folder,
-                    timeout_s,
-                    init,
-                    sender,
-                ),
-                daemon=True,
-            )
-            process.start()
-            sender.close()
-            ranks.append(process)
-            pipes.append(receiver)
         try:
-            return _collect(pipes, timeout_s)
+            for rank, process in enumerate(ranks):
+                call = Call(
+                    function, args, rank, world_size, timeout_s, init, folder
+                )
+                process.send(pickle.dumps(call))
+            deadline = time.monotonic() + timeout_s + _GRACE_S
+            results = _collect(ranks, deadline, folder)
+            if not fresh:
+                for process in ranks:
+                    process.send(b'')
+                _collect(ranks, deadline, folder)
+                _idle.extend(ranks)
+                ranks = []
         finally:
             for process in ranks:
                 process.kill()
-                process.join()
+    return results
 
 
-def _collect(pipes, timeout_s):
+@atexit.register
+def end_ranks():
+    """End the processes that wait for calls."""
+    while _idle:
+        _idle.pop().kill()
+
+
+def _collect(ranks, deadline, folder):
+    """Return what each rank answers."""
     results = {}
-    deadline = time.monotonic() + timeout_s
-    while len(results) < len(pipes):
-        waiting = [p for i, p in enumerate(pipes) if i not in results]
+    while len(results) < len(ranks):
+        waiting = {
+            process.pipe: rank
+            for rank, process in enumerate(ranks)
+            if rank not in results
+        }
         ready = multiprocessing.connection.wait(
             waiting, max(deadline - time.monotonic(), 0)
         )
         if not ready:
-            missing = [i for i in range(len(pipes)) if i not in results]
             raise AssertionError(
-                f'ranks {missing} did not end in {timeout_s} s'
+                f'ranks {[*waiting.values()]} did not end in time:\n'
+                + ''.join(_stacks(folder, rank) for rank in waiting.values())
             )
         for pipe in ready:
-            rank = pipes.index(pipe)
+            rank = waiting[pipe]
             try:
                 failed, value = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                raise AssertionError(f'rank {rank} died') from None
+            except (EOFError, OSError):
+                raise AssertionError(
+                    f'rank {rank} died with {ranks[rank].exit_code()}'
+                ) from None
             if failed:
                 raise AssertionError(f'rank {rank} failed:\n{value}')
             results[rank] = value
-    return [results[rank] for rank in range(len(pipes))]
+    return [results[rank] for rank in range(len(ranks))]
 
 
-def _run_rank(
-    function, args, rank, world_size, folder, timeout_s, init, sender
-):
-    # Says on stderr where a rank hangs before it is killed.
-    faulthandler.dump_traceback_later(max(timeout_s - 3, 1), exit=False)
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR='localhost',
-    )
-    try:
-        if init:
-            dist.init_process_group(
-                'gloo',
-                init_method=f'file://{folder}/rendezvous',
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=timeout_s),
-            )
-        message = (False, function(rank, *args))
-        if dist.is_initialized():
-            # Nobody leaves while another rank still needs the connection.
-            dist.barrier()
-    except BaseException:
-        message = (True, traceback.format_exc())
-    # Plain pickle: torch's own would share memory with a process that ends.
-    sender.send_bytes(pickle.dumps(message))
-    sender.close()
+def _stacks(folder, rank):
+    with contextlib.suppress(OSError):
+        return f'rank {rank}: ' + Path(f'{folder}/stacks{rank}').read_text()
+    return ''
 
 
 @functools.cache

@@ -373,6 +373,7 @@ def soak(rank, wrapper):
     return worst
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize('world_size', [2, 3])
 @pytest.mark.parametrize('wrapper', ['plain', 'fp16'])
 def test_soak_with_random_delays(wrapper, world_size):

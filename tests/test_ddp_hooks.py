@@ -256,9 +256,10 @@ def test_signatures(name):
 
 
 def register_without_cuda(rank):
-    torch.version.cuda = None
     ddp = make_ddp()
-    ddp.register_comm_hook(dist.group.WORLD, ddp_hooks.bf16_compress_hook)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.version, 'cuda', None)
+        ddp.register_comm_hook(dist.group.WORLD, ddp_hooks.bf16_compress_hook)
     return train_step(ddp, rank)
 
 
@@ -277,7 +278,9 @@ def average_in_a_subgroup(rank):
         return None
     ddp = make_ddp(process_group=group)
     ddp.register_comm_hook(group, ddp_hooks.fp16_compress_hook)
-    return train_step(ddp, rank)
+    gradients = train_step(ddp, rank)
+    dist.destroy_process_group(group)
+    return gradients
 
 
 def test_averages_over_the_given_group():

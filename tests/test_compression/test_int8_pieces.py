@@ -14,8 +14,9 @@ def normal(rank, step):
 
 
 def trace_in_pieces(rank, chunk, *args):
-    blocks._CHUNK = chunk
-    return trace(rank, *args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, '_CHUNK', chunk)
+        return trace(rank, *args)
 
 
 @pytest.mark.parametrize('stochastic', [False, True])

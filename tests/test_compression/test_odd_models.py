@@ -99,18 +99,22 @@ def average_in_overlapping_groups(rank, name):
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     results = []
     for first, group in enumerate(groups):
-        if rank not in (first, first + 1):
-            continue
-        ddp = DistributedDataParallel(
-            Odd(torch.zeros(20, 30)), process_group=group
-        )
-        hook = METHODS[name](**KNOBS[name]).bind(ddp)
-        ddp.register_comm_hook(None, adapt_hook(hook))
-        for _ in range(4):
-            ddp.zero_grad()
-            ddp(1.0 + rank).backward()
-        results.append(ddp.module.leaves[0].grad.mean().item())
+        if rank in (first, first + 1):
+            results.append(average_in_group(rank, name, group))
+            dist.destroy_process_group(group)
     return results
+
+
+def average_in_group(rank, name, group):
+    ddp = DistributedDataParallel(
+        Odd(torch.zeros(20, 30)), process_group=group
+    )
+    hook = METHODS[name](**KNOBS[name]).bind(ddp)
+    ddp.register_comm_hook(None, adapt_hook(hook))
+    for _ in range(4):
+        ddp.zero_grad()
+        ddp(1.0 + rank).backward()
+    return ddp.module.leaves[0].grad.mean().item()
 
 
 @pytest.mark.parametrize('name', METHODS)

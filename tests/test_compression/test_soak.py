@@ -96,6 +96,7 @@ def run_serially():
     Pipeline.start = start_and_wait
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize('method', METHODS)
 def test_soak(method):
     wrapper = 'fp16'
@@ -106,7 +107,13 @@ def test_soak(method):
     for size, steps in STEPS.items():
         for around in (None, wrapper):
             results = run_ranks(
-                soak, method, around, steps, world_size=size, timeout_s=90
+                soak,
+                method,
+                around,
+                steps,
+                world_size=size,
+                timeout_s=90,
+                fresh=True,
             )
             assert len({checksum for checksum, _ in results}) == 1
             logs = [by_group(calls) for _, calls in results]

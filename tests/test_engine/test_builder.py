@@ -181,9 +181,10 @@ def build_in_subgroup(rank):
     group = dist.new_group([0, 1])
     if rank == 2:
         return None
-    COMM_HOOKS.register_module('MyHook', module=user_hooks.Stateful)
     plain = build_comm_hook('fp16', group)
-    own = build_comm_hook({'type': 'MyHook', 'factor': 2.0}, group)
+    path = 'tests.user_hooks.Stateful'
+    own = build_comm_hook({'type': path, 'factor': 2.0}, group)
+    dist.destroy_process_group(group)
     assert isinstance(own.instance, user_hooks.Stateful)
     return plain.state is group, own.instance.process_group is group
 

@@ -1,5 +1,6 @@
 """Compressors in a training: start, memory, loss scale, overflow."""
 
+import contextlib
 import copy
 import functools
 import math
@@ -173,14 +174,21 @@ AMP = {
 }
 
 
-def use_amp_on_cpu():
+@contextlib.contextmanager
+def amp_on_cpu():
     """MMEngine refuses AMP without a GPU, though torch has it on CPU."""
-    amp_optimizer_wrapper.is_cuda_available = lambda: True
-    amp_optimizer_wrapper.GradScaler = functools.partial(
-        torch.amp.GradScaler, 'cpu'
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(amp_optimizer_wrapper, 'is_cuda_available', lambda: True)
+        if hasattr(torch.amp, 'GradScaler'):
+            patch.setattr(
+                amp_optimizer_wrapper,
+                'GradScaler',
+                functools.partial(torch.amp.GradScaler, 'cpu'),
+            )
+        yield
 
 
+@amp_on_cpu()
 def record_states(rank, work_dir, hook, optim_wrapper, bad_iteration):
     """State and gradients as the optimizer step of each iteration sees them.
 
@@ -188,8 +196,6 @@ def record_states(rank, work_dir, hook, optim_wrapper, bad_iteration):
         Of each iteration: the hook's state, whether all gradients are
         finite, the parameters after it, and the loss scale.
     """
-    if optim_wrapper.get('type') == 'AmpOptimWrapper':
-        use_amp_on_cpu()
     runner = make_runner(
         work_dir,
         hook,

@@ -16,7 +16,7 @@ from mmcv_custom.compression import Int8, PowerSGD, ScaledFP16
 from mmcv_custom.contract import adapt_hook
 from tests import toy
 from tests.ranks import run_ranks
-from tests.test_engine.test_compression_hook import SGD, use_amp_on_cpu
+from tests.test_engine.test_compression_hook import SGD, amp_on_cpu
 from tests.test_engine.test_hook_state import POWERSGD, Branches
 from tests.test_engine.toy_runner import (
     ToyData,
@@ -106,12 +106,15 @@ def train_twice_without_cuda(rank, name):
     def refuse(*args, **kwargs):
         raise AssertionError('a call of CUDA on CPU')
 
-    for function in ('synchronize', 'current_stream', 'Stream', 'Event'):
-        setattr(torch.cuda, function, refuse)
     runs = []
-    for _ in range(2):
-        ddp, _ = compressed_toy(name)
-        runs.append([toy.train_step(ddp, rank, step) for step in range(200)])
+    with pytest.MonkeyPatch.context() as patch:
+        for function in ('synchronize', 'current_stream', 'Stream', 'Event'):
+            patch.setattr(torch.cuda, function, refuse)
+        for _ in range(2):
+            ddp, _ = compressed_toy(name)
+            runs.append(
+                [toy.train_step(ddp, rank, step) for step in range(200)]
+            )
     return runs
 
 
@@ -124,14 +127,17 @@ def test_runs_repeat_bit_for_bit_on_every_rank(name):
                 assert torch.equal(gradients[0], other)
 
 
-def train_log(rank, work_dir, hook, options, setup=None):
-    if setup is not None:
-        setup()
+def train_log(rank, work_dir, hook, options):
     options = {k: v() if callable(v) else v for k, v in options.items()}
     runner = make_runner(work_dir, hook, 4, **options)
     runner.train()
     state = runner.comm_hook and runner.comm_hook.instance.state_dict()
     return log_of(runner), state and state['step']
+
+
+@amp_on_cpu()
+def train_log_with_amp(*args):
+    return train_log(*args)
 
 
 @pytest.mark.parametrize('accumulated', [1, 2])
@@ -184,7 +190,7 @@ def test_computing_in_bfloat16(tmp_path, name):
             'optimizer': SGD,
         }
     }
-    logs = run_ranks(train_log, tmp_path, hook, options, use_amp_on_cpu)
+    logs = run_ranks(train_log_with_amp, tmp_path, hook, options)
     assert {step for _, step in logs} == {4}
 
 
@@ -343,8 +349,8 @@ def test_two_optimizers(tmp_path, hook):
             assert 'the step is left out' in log
 
 
+@amp_on_cpu()
 def resume_without_scaler(rank, work_dir, hook):
-    use_amp_on_cpu()
     amp = {
         'type': 'AmpOptimWrapper',
         'dtype': 'bfloat16',

@@ -167,11 +167,12 @@ def refuse_bfloat16(tensor, *args, original=dist.all_reduce, **kwargs):
 
 
 def wrap_on_a_poor_backend(rank, cfg):
-    dist.all_reduce = refuse_bfloat16
-    try:
-        wrap(ddp_comm_hook=cfg)
-    except RuntimeError as error:
-        return str(error)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, 'all_reduce', refuse_bfloat16)
+        try:
+            wrap(ddp_comm_hook=cfg)
+        except RuntimeError as error:
+            return str(error)
     return None
 
 

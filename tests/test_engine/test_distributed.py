@@ -21,9 +21,10 @@ def free_port():
 
 
 def start_runner(rank, port, work_dir, env_cfg):
-    os.environ['MASTER_PORT'] = port
     options = {} if env_cfg is None else {'env_cfg': env_cfg}
-    make_runner(work_dir, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('MASTER_PORT', port)
+        make_runner(work_dir, **options)
     options = dist.group.WORLD._get_backend(torch.device('cpu')).options
     return (
         dist.get_backend(),
@@ -88,18 +89,22 @@ def start_under_slurm(rank, port, folder):
     scontrol.parent.mkdir()
     scontrol.write_text('#!/bin/sh\necho localhost\necho other\n')
     scontrol.chmod(0o755)
-    for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR'):
-        del os.environ[name]
-    os.environ.update(
-        PATH=f'{scontrol.parent}:{os.environ["PATH"]}',
-        SLURM_NODELIST='localhost,other',
-        SLURM_PROCID=str(rank),
-        SLURM_LOCALID=str(rank),
-        SLURM_NTASKS='2',
-        MASTER_PORT=port,
-    )
-    init_cpu_group('slurm')
-    return dist.get_rank(), dist.get_world_size(), os.environ['LOCAL_RANK']
+    environment = {
+        'PATH': f'{scontrol.parent}:{os.environ["PATH"]}',
+        'SLURM_NODELIST': 'localhost,other',
+        'SLURM_PROCID': str(rank),
+        'SLURM_LOCALID': str(rank),
+        'SLURM_NTASKS': '2',
+        'MASTER_PORT': port,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR'):
+            patch.delenv(name)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        init_cpu_group('slurm')
+        local_rank = os.environ['LOCAL_RANK']
+    return dist.get_rank(), dist.get_world_size(), local_rank
 
 
 def test_slurm_environment(tmp_path):

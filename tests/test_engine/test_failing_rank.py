@@ -2,7 +2,11 @@
 
 import sys
 
+import pytest
+
 from tests.test_tools.scripts import REPO, run
+
+pytestmark = pytest.mark.e2e
 
 JOB = """
 from mmcv_custom.engine import CommHookRunner

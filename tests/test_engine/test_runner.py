@@ -33,6 +33,8 @@ OPTIONS = (
     'dim',
 )
 HALF = {torch.float16}
+# Made by a wrapper, to be destroyed after the training.
+SUBGROUPS = []
 
 
 @MODEL_WRAPPERS.register_module()
@@ -55,9 +57,9 @@ class SubgroupDDP(MMDistributedDataParallel):
 
     def __init__(self, *args, **kwargs):
         groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
-        super().__init__(
-            *args, process_group=groups[dist.get_rank()], **kwargs
-        )
+        own = groups[dist.get_rank()]
+        SUBGROUPS.append(own)
+        super().__init__(*args, process_group=own, **kwargs)
 
 
 @MODEL_WRAPPERS.register_module()
@@ -176,13 +178,18 @@ FEATURES = {
 
 def train_three_ways(rank, work_dir, feature):
     results = []
-    # MMEngine refuses AMP without a GPU, though torch has it on CPU.
-    amp_optimizer_wrapper.is_cuda_available = lambda: True
     for hook in (None, 'allreduce', 'fp16'):
         options = copy.deepcopy(FEATURES[feature])
         if 'model' in options:
             options['model'] = options['model']()
-        results.append(train(rank, work_dir / str(hook), hook, options))
+        with pytest.MonkeyPatch.context() as patch:
+            # MMEngine refuses AMP without a GPU; torch has it on CPU.
+            patch.setattr(
+                amp_optimizer_wrapper, 'is_cuda_available', lambda: True
+            )
+            results.append(train(rank, work_dir / str(hook), hook, options))
+    while SUBGROUPS:
+        dist.destroy_process_group(SUBGROUPS.pop())
     return results
 
 

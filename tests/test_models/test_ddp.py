@@ -66,6 +66,7 @@ def train_rank(rank, kind, backbone, hook, ddp_options, steps):
         record_all_reduce() as wire,
     ):
         warnings.simplefilter('always')
+        torch.set_warn_always(True)  # also what another test has met before
         for _ in range(steps):
             optimizer.zero_grad()
             losses = ddp(**data, mode='loss')

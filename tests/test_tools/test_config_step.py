@@ -162,7 +162,8 @@ def test_failed_import_names_module_and_reason(module, tmp_path, monkeypatch):
 @pytest.mark.parametrize('spelling', ['--local_rank', '--local-rank'])
 def test_local_rank(spelling, config, monkeypatch):
     args = TRAIN.parse_args([f'{spelling}=3', str(config)])
-    monkeypatch.delenv('LOCAL_RANK', raising=False)
+    monkeypatch.setenv('LOCAL_RANK', '')  # so that it is taken back
+    monkeypatch.delenv('LOCAL_RANK')
     load_tool('config_step').set_local_rank(args)
     assert os.environ['LOCAL_RANK'] == '3'
     # A launcher that sets the variable knows better.

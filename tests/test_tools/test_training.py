@@ -12,6 +12,8 @@ import pytest
 
 from .scripts import REPO, TOOLS, run
 
+pytestmark = pytest.mark.e2e
+
 CONFIGS = REPO / 'configs/internvit'
 DEMO = next(CONFIGS.glob('*shapes*'))
 CAMVID = next(CONFIGS.glob('*camvid*'))

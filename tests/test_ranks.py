@@ -1,0 +1,245 @@
+"""The pool of ranks: new in everything but the processes."""
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from mmengine.logging import MessageHub, MMLogger
+from mmengine.registry import DefaultScope
+
+from mmcv_custom import ddp_hooks
+from tests.ranks import run_ranks
+from tests.traces import Traces
+
+
+def process_id(rank):
+    return os.getpid()
+
+
+def test_processes_live_on():
+    first = run_ranks(process_id, world_size=3)
+    assert len(set(first)) == 3
+    assert set(run_ranks(process_id, world_size=3)) == set(first)
+    assert set(run_ranks(process_id)) < set(first)
+    assert set(run_ranks(process_id, fresh=True)).isdisjoint(first)
+
+
+def global_state(rank):
+    return {
+        'cwd': os.getcwd(),
+        'path': [*sys.path],
+        'dtype': torch.get_default_dtype(),
+        'device': torch.ones(1).device.type,
+        'deterministic': torch.are_deterministic_algorithms_enabled(),
+        'cudnn': torch.backends.cudnn.deterministic,
+        'threads': torch.get_num_threads(),
+        'grad': torch.is_grad_enabled(),
+        'warn': torch.is_warn_always_enabled(),
+        'draws': [random.random(), np.random.rand(), torch.rand(()).item()],
+        'first bucket': dist._DEFAULT_FIRST_BUCKET_BYTES,
+        'filters': [*warnings.filters],
+        'log level': logging.root.level,
+        'handler': signal.getsignal(signal.SIGTERM),
+        'loggers': [*MMLogger._instance_dict],
+        'hubs': [*MessageHub._instance_dict],
+        'scopes': [*DefaultScope._instance_dict],
+        'environ': dict(os.environ),
+        'rank': (dist.get_rank(), dist.get_world_size()),
+    }
+
+
+def change_global_state(rank, folder):
+    os.chdir(folder)
+    sys.path.append(str(folder))
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device('meta')
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.set_num_threads(2)
+    torch.set_grad_enabled(False)
+    torch.set_warn_always(True)
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 7
+    warnings.simplefilter('error')
+    logging.root.setLevel(logging.CRITICAL)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    MMLogger.get_instance('mine', log_file=str(folder / f'{rank}.log'))
+    MessageHub.get_instance('mine')
+    DefaultScope.get_instance('mine', scope_name='mmseg')
+
+
+def test_each_call_finds_the_globals_of_a_new_process(tmp_path):
+    expected = run_ranks(global_state, fresh=True)
+    run_ranks(change_global_state, tmp_path)
+    for before, after in zip(expected, run_ranks(global_state), strict=True):
+        # Not those of Python and NumPy, which a new process draws anew.
+        before['draws'][:2] = after['draws'][:2]
+        assert before.pop('handler') == after.pop('handler')
+        assert before == after
+
+
+def draws_twice(rank):
+    return [random.random(), np.random.rand(), torch.rand(()).item()]
+
+
+def test_each_call_finds_the_same_generators():
+    a, b = run_ranks(draws_twice), run_ranks(draws_twice)
+    assert sorted(a) == sorted(b)
+
+
+def leave_a_thread(rank):
+    threading.Thread(
+        target=time.sleep, args=(60,), name='left over', daemon=True
+    ).start()
+
+
+def leave_a_group(rank):
+    dist.new_group([0, 1])
+
+
+def leave_a_variable(rank):
+    os.environ['LEFT_OVER'] = '1'
+
+
+def leave_a_patch(rank):
+    dist.all_reduce = None
+
+
+def leave_another_hook(rank):
+    ddp_hooks.allreduce_hook = None
+
+
+@pytest.mark.parametrize(
+    ('function', 'left'),
+    [
+        (leave_a_thread, "the thread 'left over'"),
+        (leave_a_group, 'the process group'),
+        (leave_a_variable, 'the environment variable LEFT_OVER'),
+        (leave_a_patch, 'another torch.distributed.all_reduce'),
+        (leave_another_hook, 'another mmcv_custom.ddp_hooks.allreduce_hook'),
+    ],
+)
+def test_what_is_left_behind_is_named(function, left):
+    before = run_ranks(process_id)
+    with pytest.raises(AssertionError, match=f'left behind {left}'):
+        run_ranks(function)
+    assert set(run_ranks(process_id)).isdisjoint(before)
+
+
+def test_what_a_test_leaves_behind_is_named(monkeypatch):
+    before = Traces()
+    assert before.left_behind() == []
+    monkeypatch.setenv('LEFT_OVER', '1')
+    monkeypatch.delenv('OMP_NUM_THREADS')
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, name='left over')
+    thread.start()
+    left = before.left_behind()
+    over.set()
+    thread.join()
+    assert left == [
+        "the thread 'left over'",
+        'the environment variable LEFT_OVER',
+        'the environment variable OMP_NUM_THREADS',
+    ]
+
+
+def fail_on_rank_1(rank):
+    if rank == 1:
+        raise ArithmeticError('a fault of rank 1')
+    dist.barrier()
+
+
+def hang_on_rank_1(rank):
+    if rank == 1:
+        time.sleep(60)
+    dist.barrier()
+
+
+def die_on_rank_1(rank):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ('function', 'timeout_s', 'message'),
+    [
+        (fail_on_rank_1, 30, '(?s)rank 1 failed:.*a fault of rank 1'),
+        (
+            hang_on_rank_1,
+            2,
+            r'(?s)ranks \[0, 1\] did not end.*hang_on_rank_1',
+        ),
+        (die_on_rank_1, 30, 'rank 1 died with -9'),
+    ],
+)
+def test_failure_is_reported_and_leaves_no_process(
+    function, timeout_s, message
+):
+    processes = run_ranks(process_id)
+    with pytest.raises(AssertionError, match=message):
+        run_ranks(function, timeout_s=timeout_s)
+    for process in processes:
+        assert not is_running(process)
+    assert len(run_ranks(process_id)) == 2
+
+
+def is_running(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    # Killed by us, and not reaped yet by the server that it was forked from.
+    status = Path(f'/proc/{process}/stat').read_text()
+    return status.rpartition(')')[2].split()[0] not in 'ZX'
+
+
+INTERRUPTED = """
+import time
+from pathlib import Path
+
+from tests.ranks import run_ranks
+from tests.test_ranks import process_id, sleep
+
+if __name__ == '__main__':
+    idle = run_ranks(process_id, world_size=3)
+    print(*idle, flush=True)
+    run_ranks(sleep)
+"""
+
+
+def sleep(rank):
+    print('sleeps', flush=True)
+    time.sleep(60)
+
+
+@pytest.mark.e2e
+def test_interrupt_leaves_no_process(tmp_path):
+    script = tmp_path / 'script.py'
+    script.write_text(INTERRUPTED)
+    root = str(Path(__file__).parents[1])
+    session = subprocess.Popen(
+        [sys.executable, script],
+        env={**os.environ, 'PYTHONPATH': root},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    processes = [int(p) for p in session.stdout.readline().split()]
+    assert session.stdout.readline() == 'sleeps\n'
+    assert all(is_running(process) for process in processes)
+    os.killpg(session.pid, signal.SIGINT)
+    assert session.wait(timeout=30) != 0
+    assert len(processes) == 3
+    assert not any(is_running(process) for process in processes)
