@@ -29,6 +29,6 @@ setup(
             'ftfy',
             'regex',
         ],
-        'tests': ['pytest', 'pytest-timeout', 'transformers'],
+        'tests': ['pytest', 'pytest-timeout', 'ruff', 'transformers'],
     },
 )

@@ -38,7 +38,7 @@ def test_processes_live_on():
 def global_state(rank):
     return {
         'cwd': os.getcwd(),
-        'path': [*sys.path],
+        'path': sys.path[-1],
         'dtype': torch.get_default_dtype(),
         'device': torch.ones(1).device.type,
         'deterministic': torch.are_deterministic_algorithms_enabled(),

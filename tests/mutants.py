@@ -1,0 +1,227 @@
+"""Break the package on purpose, and see whether the tests notice.
+
+Run as ``python -m tests.mutants``. Each mutant is applied to a copy of the
+package, on which the tests that must catch it are run. The exit status is 1
+if one survives.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault as a replacement in one file.
+
+    Attributes:
+        name: What is wrong with it.
+        path: Of the file, below ``mmcv_custom``.
+        old: Text that the file has exactly once.
+        new: What it becomes.
+        tests: Files or ids, below ``tests``, that must fail.
+    """
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def apply(self, root):
+        """Change the file below a repository's root."""
+        path = Path(root) / 'mmcv_custom' / self.path
+        text = path.read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(
+                f'mutant {self.name!r}: {self.path} has its text '
+                f'{text.count(self.old)} times, not once:\n{self.old}'
+            )
+        path.write_text(text.replace(self.old, self.new))
+
+
+COMPRESSORS = [
+    Mutant(
+        'stages share a process group',
+        'compression/pipeline.py',
+        'self._line.groups.append(_same_ranks(group))',
+        'self._line.groups.append(group)',
+        ('test_compression/test_soak.py::test_soak[int8]',),
+    ),
+    Mutant(
+        'buckets overtake each other between stages',
+        'compression/pipeline.py',
+        '            self.inboxes[stage].put(bucket)\n',
+        """\
+            bucket.works[-1].get_future().then(
+                lambda _: self.inboxes[stage].put(bucket)
+            )
+""",
+        ('test_compression/test_soak.py::test_soak[int8]',),
+    ),
+    Mutant(
+        'rounding of the wire is not fed back',
+        'compression/powersgd.py',
+        'sent = wire.to(torch.float32, copy=True) if self._feedback',
+        'sent = packed.clone() if self._feedback',
+        (
+            'test_compression/test_powersgd.py::'
+            'test_nothing_is_lost_but_roundings',
+        ),
+    ),
+    Mutant(
+        'residual from the mean, not from the own contribution',
+        'compression/powersgd.py',
+        'basis.subtract(values, sent[slot])',
+        'basis.subtract(values, mean[slot])',
+        (
+            'test_compression/test_powersgd.py::'
+            'test_equals_the_projection_in_float64',
+        ),
+    ),
+    Mutant(
+        'rounding of the mean is not scaled by the world size',
+        'compression/int8.py',
+        'self._keep_roundings(torch.cat(roundings) * size, inputs, plan)',
+        'self._keep_roundings(torch.cat(roundings), inputs, plan)',
+        ('test_compression/test_int8.py::test_feedback_loses_nothing',),
+    ),
+    Mutant(
+        'basis from local factors, not from averaged ones',
+        'compression/powersgd.py',
+        'self._keep_basis(gradient.name, basis, mean[slot])',
+        'self._keep_basis(gradient.name, basis, sent[slot])',
+        (
+            'test_compression/test_powersgd.py::'
+            'test_equals_the_projection_in_float64',
+        ),
+    ),
+    Mutant(
+        'state of a step that is not finite is accepted',
+        'compression/compressor.py',
+        '        self._end_step(finite)\n',
+        '        self._end_step(True)\n',
+        ('test_compression/test_nonfinite.py',),
+    ),
+]
+
+# What may go wrong in hooks as simple as torch's.
+HOOKS = [
+    Mutant(
+        'division after the sum',
+        'ddp_hooks.py',
+        """\
+    tensor.div_(group.size())
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+""",
+        """\
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    return work.get_future().then(
+        lambda future: future.value()[0].div_(group.size())
+    )
+""",
+        ('test_ddp_hooks.py::test_divides_before_it_sums',),
+    ),
+    Mutant(
+        'no cast',
+        'ddp_hooks.py',
+        '_average(process_group, buffer.to(dtype))',
+        '_average(process_group, buffer)',
+        ('test_ddp_hooks.py::test_equals_torchs_hook_bit_for_bit',),
+    ),
+    Mutant(
+        'future of another bucket',
+        'ddp_hooks.py',
+        """\
+    return work.get_future().then(lambda future: future.value()[0])
+""",
+        """\
+    future = work.get_future().then(lambda future: future.value()[0])
+    _average.last_two = [*getattr(_average, 'last_two', []), future][-2:]
+    return _average.last_two[0]
+""",
+        ('test_ddp_hooks.py::test_equals_torchs_hook_bit_for_bit',),
+    ),
+    Mutant(
+        'wrapper that returns 16 bits',
+        'ddp_hooks.py',
+        """\
+            bucket.set_buffer(buffer)
+            return buffer
+
+""",
+        """\
+            bucket.set_buffer(buffer)
+            return future.value()
+
+""",
+        ('test_ddp_hooks.py::test_future_yields_the_buckets_own_buffer',),
+    ),
+]
+MUTANTS = [*COMPRESSORS, *HOOKS]
+
+
+def fails(tests, mutant=None):
+    """Tell whether tests fail on a copy of the repository.
+
+    Args:
+        tests: Files or ids below ``tests``.
+        mutant: Applied to the copy first.
+
+    Raises:
+        RuntimeError: If they neither pass nor fail.
+    """
+    with tempfile.TemporaryDirectory() as copy:
+        for name in ('mmcv_custom', 'tests'):
+            shutil.copytree(
+                ROOT / name,
+                f'{copy}/{name}',
+                ignore=shutil.ignore_patterns('__pycache__'),
+            )
+        shutil.copy(ROOT / 'pyproject.toml', copy)
+        if mutant is not None:
+            mutant.apply(copy)
+        ids = [f'tests/{test}' for test in tests]
+        result = subprocess.run(
+            [sys.executable, '-m', 'pytest', '-x', '-m', '', *ids],
+            cwd=copy,
+            env={**os.environ, 'PYTHONPATH': copy},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    if result.returncode not in (0, 1):
+        raise RuntimeError(f'pytest could not run:\n{result.stdout}')
+    return result.returncode == 1
+
+
+def main():
+    tests = {test: None for mutant in MUTANTS for test in mutant.tests}
+    if fails(tests):
+        raise SystemExit('the tests fail on the package as it is')
+    survived = []
+    for mutant in MUTANTS:
+        start = time.monotonic()
+        caught = fails(mutant.tests, mutant)
+        seconds = time.monotonic() - start
+        print(
+            f'{"caught" if caught else "SURVIVED":8} {mutant.name} '
+            f'({seconds:.0f} s)',
+            flush=True,
+        )
+        if not caught:
+            survived.append(mutant)
+    print(f'{len(MUTANTS) - len(survived)} of {len(MUTANTS)} were caught')
+    return bool(survived)
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())
