@@ -11,6 +11,12 @@ for variable in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS'):
     os.environ.setdefault(variable, '1')
 
 
+def pytest_configure(config):
+    config.addinivalue_line(
+        'markers', 'gloo_bf16: needs a gloo that can reduce bfloat16'
+    )
+
+
 def pytest_report_header(config):
     return (
         f'marks: {config.option.markexpr or "all"} '
