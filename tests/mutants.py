@@ -154,13 +154,13 @@ HOOKS = [
         'wrapper that returns 16 bits',
         'ddp_hooks.py',
         """\
-            bucket.set_buffer(buffer)
-            return buffer
+        bucket.set_buffer(buffer)
+        return buffer
 
 """,
         """\
-            bucket.set_buffer(buffer)
-            return future.value()
+        bucket.set_buffer(buffer)
+        return future.value()
 
 """,
         ('test_ddp_hooks.py::test_future_yields_the_buckets_own_buffer',),
