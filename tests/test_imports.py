@@ -1,11 +1,14 @@
 """Which part of the package imports which."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from mmcv_custom import compression
 
 PACKAGE = Path(__file__).parents[1] / 'mmcv_custom'
 # Besides itself, each part may import these parts and these packages.
@@ -58,6 +61,14 @@ def imports_of(path):
 def test_imports_run_one_way(path):
     part = part_of(path)
     assert set(imports_of(path)) <= ALLOWED[part] | {part}
+
+
+def test_engine_names_no_method_outside_the_registry():
+    methods = set(compression.__all__) - {'Compressor', 'Training'}
+    for path in (PACKAGE / 'engine').rglob('*.py'):
+        if path.name != 'registry.py':
+            words = set(re.findall(r'\w+', path.read_text()))
+            assert not methods & words, path
 
 
 def test_hooks_have_no_string_annotations():

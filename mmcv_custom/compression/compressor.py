@@ -48,6 +48,9 @@ class Compressor(ABC):
     """
 
     collectives = 1  # that a bucket has at most, one after the other
+    # Whether finite gradients may come out as Inf. Then the step has to be
+    # left out, as after any overflow.
+    may_overflow = False
     # Whether there is an error memory.
     _feedback = False
     # The attributes that are saved beside the tensors.
@@ -153,11 +156,7 @@ class Compressor(ABC):
         return finite
 
     def follow_loss_scale(self, loss_scale: float) -> None:
-        """Convert what is in units of the gradient to another loss scale.
-
-        Args:
-            loss_scale: What the loss of the next step is multiplied by.
-        """
+        """Convert what is in units of the gradient to the next loss scale."""
         if loss_scale != self.loss_scale:
             self.settle()
             # After a scale of 0 nothing is left to convert.

@@ -42,6 +42,7 @@ class ScaledFP16(Compressor):
             largest absolute value of its averages, halved with each step.
     """
 
+    may_overflow = True
     _counters = (*Compressor._counters, 'overflows', 'magnitudes')
 
     def __init__(self) -> None:

@@ -1,12 +1,18 @@
 """The algebra of PowerSGD: a matrix and what it is projected on."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from .gradient import is_compressible
 
-__all__ = ['Basis', 'Matrix', 'Whole', 'orthonormal']
+__all__ = ['Basis', 'Matrix', 'Whole', 'lay_out', 'orthonormal']
+
+# Factors start at multiples of so many elements (64 bytes): the last bits of
+# a matrix product depend on how its operands are aligned, and must not
+# depend on how the buckets are laid out.
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,17 @@ class Basis:
         if self.is_right:
             return other.view(self.matrix.rows, -1), self.vectors
         return self.vectors.t(), other.view(-1, self.matrix.columns)
+
+
+def lay_out(bases: list[Basis | Whole]) -> tuple[list[slice], int]:
+    """Say where each gradient's part goes in what is sent, and its length."""
+    padded = [-(-basis.numel // _ALIGNMENT) * _ALIGNMENT for basis in bases]
+    starts = [0, *accumulate(padded)]
+    slots = [
+        slice(start, start + basis.numel)
+        for start, basis in zip(starts, bases, strict=False)
+    ]
+    return slots, starts[-1]
 
 
 def orthonormal(factor: torch.Tensor, epsilon: float = 0) -> torch.Tensor:

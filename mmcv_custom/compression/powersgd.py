@@ -1,7 +1,7 @@
 """Low-rank approximation of gradient matrices."""
 
+import logging
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,16 +11,13 @@ from .collective import Collective, all_reduce
 from .compressor import Compressor
 from .gradient import Gradient, magnitude
 from .knobs import check_knob
-from .matrix import Basis, Matrix, Whole, orthonormal
+from .matrix import Basis, Matrix, Whole, lay_out, orthonormal
 from .randomness import named_generator
+from .training import Training
 
 __all__ = ['WARMUP_END', 'PowerSGD']
 
 WARMUP_END = 'warmup_end'
-# Factors start at multiples of so many elements (64 bytes): the last bits of
-# a matrix product depend on how its operands are aligned, and must not
-# depend on how the buckets are laid out.
-_ALIGNMENT = 16
 # Of a factor's largest element; about the rounding of float32.
 _RANDOM_PART = 2.0**-23
 
@@ -47,8 +44,7 @@ class PowerSGD(Compressor):
             smaller side, that side.
         start_powerSGD_iter: How many steps are exchanged exactly, at least 2
             with feedback or warm start; or ``'warmup_end'``, which
-            ``CommHookRunner`` replaces by the end of the learning rate's
-            warm-up.
+            :meth:`on_train_start` replaces.
         min_compression_rate: A matrix is approximated if it has more than
             this times the elements of its two factors.
         use_error_feedback: Add what a step has not sent to the next step's
@@ -100,6 +96,7 @@ class PowerSGD(Compressor):
         self._epsilon = orthogonalization_epsilon
         self._seed = random_seed
         self._compressed = False
+        self._logger: logging.Logger | None = None  # until it is said
         self._matrices: dict[str, Matrix] = {}
         self._random_parts: dict[tuple[str, bool], torch.Tensor] = {}
 
@@ -113,10 +110,38 @@ class PowerSGD(Compressor):
         self._matrices = {name: m for name, m in found.items() if m}
         return self
 
-    @property
-    def num_matrices(self) -> int:
-        """How many of the model's gradients are approximated; after bind."""
-        return len(self._matrices)
+    def on_train_start(self, training: Training) -> None:
+        """Set the start where it is the warm-up's end; log what is unusual.
+
+        Raises:
+            ValueError: If there is no warm-up to end.
+        """
+        log = training.logger
+        if self.start_iter == WARMUP_END:
+            if training.warmup_steps is None:
+                raise ValueError(
+                    f'start_powerSGD_iter={WARMUP_END!r}, but '
+                    'param_scheduler has no warm-up: no LinearLR or '
+                    'ConstantLR that starts at 0 below the full rate'
+                )
+            self.start_iter = max(2, training.warmup_steps)
+            log.info(
+                'PowerSGD starts when the warm-up ends, after '
+                f'{self.start_iter} steps'
+            )
+        if self.start_iter >= training.steps:
+            log.warning(
+                f'start_powerSGD_iter={self.start_iter} lies beyond the '
+                f'{training.steps} steps of this run: PowerSGD never '
+                'compresses'
+            )
+        if not self._matrices:
+            log.warning(
+                'No gradient matrix has more than min_compression_rate times '
+                'the elements of its two factors of this rank: PowerSGD '
+                'compresses nothing'
+            )
+        self._logger = log
 
     def memory_bytes(self) -> int:
         """The error memory, the larger factor twice, and both random ones."""
@@ -126,6 +151,9 @@ class PowerSGD(Compressor):
                 sides = matrix.rows, matrix.columns
                 elements += matrix.rank * (2 * max(sides) + sum(sides))
         return super().memory_bytes() + 4 * elements
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), '_logger': None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As in the base class."""
@@ -148,9 +176,8 @@ class PowerSGD(Compressor):
     ) -> Iterator[Collective]:
         if self.start_iter == WARMUP_END:
             raise RuntimeError(
-                f'start_powerSGD_iter={WARMUP_END!r} needs a runner that '
-                'knows the schedule; give a number of steps, or set '
-                'start_iter to one'
+                f'start_powerSGD_iter={WARMUP_END!r} needs on_train_start() '
+                'from somebody who knows the schedule; or give a number'
             )
         if self._is_exact() or not any(
             gradient.name in self._matrices for gradient in gradients
@@ -162,7 +189,7 @@ class PowerSGD(Compressor):
         self._compressed = True
         bases = [self._basis(gradient) for gradient in gradients]
         inputs = [self._with_error(gradient) for gradient in gradients]
-        slots, total = _slots(bases)
+        slots, total = lay_out(bases)
         packed = buffer.new_zeros(total, dtype=torch.float32)
         for gradient, basis, values, slot in zip(
             gradients, bases, inputs, slots, strict=True
@@ -172,7 +199,8 @@ class PowerSGD(Compressor):
             if used is not None:
                 packed[slot].mul_(used)
 
-        wire = packed.to(_wire_dtype(buffer))
+        narrow = buffer.element_size() == 2
+        wire = packed.to(buffer.dtype if narrow else torch.float32)
         sent = wire.to(torch.float32, copy=True) if self._feedback else None
         yield all_reduce(wire.div_(self._pipeline.world_size))
         mean = wire.to(torch.float32)
@@ -263,19 +291,10 @@ class PowerSGD(Compressor):
         super()._end_step(finite)
         if finite and self._compressed:
             self.compressed_steps += 1
+            if self._logger is not None:
+                self._logger.info(
+                    f'PowerSGD compresses {len(self._matrices)} gradient '
+                    f'matrices since step {self.step}'
+                )
+                self._logger = None
         self._compressed = False
-
-
-def _slots(bases: list[Basis | Whole]) -> tuple[list[slice], int]:
-    """Where each gradient's part goes in what is sent, and how long it is."""
-    padded = [-(-basis.numel // _ALIGNMENT) * _ALIGNMENT for basis in bases]
-    starts = [0, *accumulate(padded)]
-    slots = [
-        slice(start, start + basis.numel)
-        for start, basis in zip(starts, bases, strict=False)
-    ]
-    return slots, starts[-1]
-
-
-def _wire_dtype(buffer: torch.Tensor) -> torch.dtype:
-    return buffer.dtype if buffer.element_size() == 2 else torch.float32

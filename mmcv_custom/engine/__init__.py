@@ -12,11 +12,11 @@ if _missing:
         'and mmsegmentation)'
     )
 
-from .builder import CommHook, build_comm_hook, normalize_comm_hook  # noqa: E402
 from .ddp_wrapper import CommHookDistributedDataParallel  # noqa: E402
 from .optimizers import LayerDecayOptimWrapperConstructor  # noqa: E402
 from .registry import COMM_HOOKS  # noqa: E402
 from .runner import CommHookRunner  # noqa: E402
+from .spec import CommHook, build_comm_hook, normalize_comm_hook  # noqa: E402
 
 __all__ = [
     'COMM_HOOKS',

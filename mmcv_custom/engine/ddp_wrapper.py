@@ -11,11 +11,10 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compression import Compressor
 from ..compression.collective import all_reduce
 from ..contract import adapt_hook, hook_name
 from ..parameters import ReducedParameters
-from .builder import CommHook, build_comm_hook, normalize_comm_hook
+from .spec import CommHook, build_comm_hook
 
 __all__ = ['CommHookDistributedDataParallel', 'attach_comm_hook']
 
@@ -60,7 +59,10 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
         device_ids: list | None = None,
         **kwargs,
     ) -> None:
-        build_comm_hook(ddp_comm_hook)  # checks, before anything is sent
+        # Before anything is sent: a wrong one stops here.
+        comm_hook = build_comm_hook(
+            ddp_comm_hook, _unless_world(kwargs.get('process_group'))
+        )
         if all(p.device.type == 'cpu' for p in module.parameters()):
             device_ids = None
         if not kwargs.keys() & set(_SYNC_OPTIONS):
@@ -78,7 +80,7 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
                 f'model, {", ".join(sorted(dtypes))} ({error}); use float32'
             ) from error
         self._reduced = ReducedParameters(self)
-        attach_comm_hook(self, ddp_comm_hook)
+        attach_comm_hook(self, comm_hook)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Build the copy anew; as with torch's DDP, without its hook."""
@@ -121,34 +123,38 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
 
 
 def attach_comm_hook(
-    ddp: DistributedDataParallel, cfg: str | dict | None
+    ddp: DistributedDataParallel, hook: str | dict | Callable | CommHook | None
 ) -> CommHook | None:
-    """Build the hook that ``cfg`` names for the group of ``ddp``; register it.
+    """Register a hook, built for the group of ``ddp``, after a trial.
 
     All ranks of the group have to call this alike: one element is reduced in
     the wire dtype, as torch has no list of what a backend can reduce.
+
+    Args:
+        ddp: The wrapped model. An instance with ``bind`` gets it.
+        hook: A value of ``ddp_comm_hook``, or what was built from one. It is
+            built anew if ``ddp`` has another group.
 
     Returns:
         The registered hook, or None for "no hook".
 
     Raises:
-        TypeError, ValueError: If ``cfg`` is wrong.
+        TypeError, ValueError: If the value is wrong.
         TypeError: If ``ddp`` is another kind of wrapper.
         RuntimeError: If the backend cannot reduce the wire dtype, or ``ddp``
             cannot take a hook any more.
     """
-    if normalize_comm_hook(cfg) is None:
+    comm_hook = hook if isinstance(hook, CommHook) else build_comm_hook(hook)
+    if comm_hook is None:
         return None
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
-            f'ddp_comm_hook={cfg!r} needs a DistributedDataParallel, got a '
-            f'{type(ddp).__name__}'
+            f'ddp_comm_hook={comm_hook.spec.as_config()!r} needs a '
+            f'DistributedDataParallel, got a {type(ddp).__name__}'
         )
-    group = ddp.process_group
-    # None, where it means the same, can be copied and pickled.
-    comm_hook = build_comm_hook(
-        cfg, None if group is dist.group.WORLD else group
-    )
+    group = _unless_world(ddp.process_group)
+    if comm_hook.state is not group:
+        comm_hook = comm_hook.spec.build(group)
     _check_registration(ddp, comm_hook.hook)
     _check_backend(comm_hook, ddp)
     if hasattr(comm_hook.instance, 'bind'):
@@ -157,15 +163,23 @@ def attach_comm_hook(
     return comm_hook
 
 
+def _unless_world(
+    group: dist.ProcessGroup | None,
+) -> dist.ProcessGroup | None:
+    # None, where it means the same, can be copied and pickled.
+    return None if group is dist.group.WORLD else group
+
+
 def _check_backend(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
     """Run what the hook needs of the backend, on as few elements as can be."""
     group = ddp.process_group
     device = next(p.device for p in ddp.parameters() if p.requires_grad)
     probes = []
-    if comm_hook.wire_dtype is not None:
-        probe = torch.zeros(1, dtype=comm_hook.wire_dtype, device=device)
+    wire_dtype = comm_hook.spec.wire_dtype
+    if wire_dtype is not None:
+        probe = torch.zeros(1, dtype=wire_dtype, device=device)
         probes.append((f'reduce {probe.dtype}', all_reduce(probe)))
-    if isinstance(comm_hook.instance, Compressor):
+    if hasattr(comm_hook.instance, 'probes'):
         probes += [
             (f'run {probe.name} for {comm_hook.name}', probe)
             for probe in comm_hook.instance.probes(group.size(), device)

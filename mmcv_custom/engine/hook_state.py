@@ -12,7 +12,7 @@ import torch
 from mmengine.dist import all_gather_object, get_rank, get_world_size
 from mmengine.runner import Runner
 
-from .builder import CommHook
+from .spec import CommHook
 from .state_folders import state_folder
 
 __all__ = [

@@ -16,16 +16,15 @@ from mmengine.runner import Runner
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compression import Compressor
 from ..files import without_trust
 from .batch_size import log_batch_size
-from .builder import CommHook, build_comm_hook, normalize_comm_hook
 from .complete_weights import is_test, must_fill
 from .ddp_wrapper import CommHookDistributedDataParallel, attach_comm_hook
 from .distributed import init_cpu_group
 from .hook_state import restore_from_checkpoint, save_beside_checkpoint
 from .hooks import CompressionHook, StateFoldersHook, WrappedModelHook
 from .sharded import gathered_on_rank_0, refuse_overlap
+from .spec import CommHook, HookSpec
 from .state_folders import StateFolders, local_folder
 from .training import (
     overruled_settings,
@@ -60,9 +59,9 @@ class CommHookRunner(Runner):
 
     def setup_env(self, env_cfg: dict) -> None:
         """Check the key and start the process group, before all else."""
-        build_comm_hook(self._hook_cfg)
-        self._name_hook()
-        self._check_wrapper()
+        self._spec = self._parse_hook()
+        # Its constructor checks the knobs. It is bound to the model later.
+        self._unbound_hook = self._spec and self._spec.build()
         refuse_overlap(self.optim_wrapper)
         if self.distributed and not is_distributed() and _on_cpu():
             dist_cfg = env_cfg.get('dist_cfg') or {}
@@ -100,7 +99,7 @@ class CommHookRunner(Runner):
             if sync_bn is not None:
                 self.cfg.sync_bn = sync_bn
         if self.world_size > 1 and self._train_loop is not None:
-            self.comm_hook = attach_comm_hook(model, self._hook_cfg)
+            self.comm_hook = attach_comm_hook(model, self._unbound_hook)
         return model
 
     def register_hooks(self, *args, **kwargs) -> None:
@@ -110,7 +109,7 @@ class CommHookRunner(Runner):
         self.register_hook(StateFoldersHook(self._state_folders))
         if is_model_wrapper(self.model):
             self.register_hook(WrappedModelHook(self.model))
-        if isinstance(getattr(self.comm_hook, 'instance', None), Compressor):
+        if self.comm_hook is not None and self.comm_hook.instance is not None:
             self.register_hook(CompressionHook(self.comm_hook.instance))
 
     def build_optim_wrapper(self, *args, **kwargs) -> OptimWrapper:
@@ -203,41 +202,36 @@ class CommHookRunner(Runner):
         self._log_ignored('a test exchanges no gradients')
         return super().test()
 
-    @property
-    def _hook_cfg(self) -> str | dict | None:
-        """The key, at the top level or in the options of our wrapper."""
-        cfg = self.cfg.get('ddp_comm_hook')
-        options = self.cfg.get('model_wrapper_cfg') or {}
-        if 'ddp_comm_hook' not in options:
-            return cfg
-        if normalize_comm_hook(cfg) is not None:
-            raise ValueError(
-                'ddp_comm_hook is set twice: at the top level and in '
-                'model_wrapper_cfg'
-            )
-        return options['ddp_comm_hook']
-
-    def _name_hook(self) -> None:
-        """Put the name for a class or function: the config gets dumped."""
-        for options in (self.cfg, self.cfg.get('model_wrapper_cfg') or {}):
-            cfg = options.get('ddp_comm_hook')
-            if callable(cfg) or isinstance(cfg, dict):
-                options['ddp_comm_hook'] = normalize_comm_hook(cfg)
-
-    def _log_ignored(self, reason: str) -> None:
-        cfg = self._hook_cfg
-        if normalize_comm_hook(cfg) is not None:
-            self.logger.info(f'ddp_comm_hook={cfg!r} is not used: {reason}')
-
-    def _check_wrapper(self) -> None:
-        """Refuse a wrapper that could not take the hook."""
+    def _parse_hook(self) -> HookSpec | None:
+        """Parse the key, at the top level or in the options of our wrapper."""
         options = self.cfg.get('model_wrapper_cfg')
-        if options is None or normalize_comm_hook(self._hook_cfg) is None:
-            return
-        if not _takes_hook(_wrapper_class(options)):
+        spec = HookSpec.parse(self.cfg.get('ddp_comm_hook'))
+        holder = self.cfg
+        if options is not None and 'ddp_comm_hook' in options:
+            if spec is not None:
+                raise ValueError(
+                    'ddp_comm_hook is set twice: at the top level and in '
+                    'model_wrapper_cfg'
+                )
+            spec = HookSpec.parse(options['ddp_comm_hook'])
+            holder = options
+        if spec is None:
+            return None
+        if not isinstance(holder['ddp_comm_hook'], str):
+            # Names instead of classes and functions: the config gets dumped.
+            holder['ddp_comm_hook'] = spec.as_config()
+        if options is not None and not _takes_hook(_wrapper_class(options)):
             raise ValueError(
                 'ddp_comm_hook needs a DistributedDataParallel, but '
                 f'model_wrapper_cfg.type is {options["type"]!r}'
+            )
+        return spec
+
+    def _log_ignored(self, reason: str) -> None:
+        if self._spec is not None:
+            self.logger.info(
+                f'ddp_comm_hook={self._unbound_hook.name!r} is not used: '
+                f'{reason}'
             )
 
     def _wrapper_options(self, model_wrapper_cfg: dict | None) -> dict:

@@ -1,0 +1,103 @@
+"""Names of communication hooks, and what they stand for."""
+
+import difflib
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from .registry import COMM_HOOKS
+
+__all__ = ['alternatives', 'find_hook', 'normalize_name']
+
+
+def normalize_name(
+    key: str, value: Any, aliases: dict[str, str], names: dict[str, Any]
+) -> str | None:
+    """Return the name that an entry of ``ddp_comm_hook`` stands for.
+
+    Args:
+        key: Of the entry, for errors.
+        value: A name in any case, a registered function or class, or None.
+        aliases: Other names, in lower case, and what they stand for.
+        names: What is registered.
+
+    Returns:
+        The name as it is registered, or else as it was given; None for
+        "none".
+
+    Raises:
+        TypeError: For a value of another type, or a function or class that
+            cannot be imported by its name.
+    """
+    if value is None:
+        return None
+    if callable(value):
+        return _name_of(key, value, names)
+    if not isinstance(value, str):
+        raise TypeError(
+            f'ddp_comm_hook: {key} must be a name, got {value!r}; '
+            + alternatives('', ['none', *names])
+        )
+    value = value.strip()
+    if value in names:
+        return value
+    folded = {_fold(name): name for name in names} | aliases
+    if _fold(value) in ('', 'none'):
+        return None
+    return folded.get(_fold(value), value)
+
+
+def _name_of(key: str, value: Callable, names: dict) -> str:
+    """Return the name of a function or class; a config holds names."""
+    for name, registered in names.items():
+        if registered is value:
+            return name
+    module = getattr(value, '__module__', None)
+    name = getattr(value, '__qualname__', None)
+    if getattr(sys.modules.get(module), str(name), None) is not value:
+        raise TypeError(
+            f'ddp_comm_hook: {key}={value!r} cannot be found by a name, which '
+            'checkpoints and dumped configs hold; define it at the top level '
+            'of a module'
+        )
+    return f'{module}.{name}'
+
+
+def _fold(name: str) -> str:
+    return name.lower().replace('-', '_')
+
+
+def find_hook(name: str) -> Callable:
+    """Return what is registered or can be imported under a name.
+
+    Raises:
+        ValueError: For a name of nothing.
+        TypeError: For the name of something that cannot be called.
+    """
+    # Not .get(): it takes the first part of a dotted name for a scope.
+    if name in COMM_HOOKS.module_dict:
+        return COMM_HOOKS.module_dict[name]
+    module, _, attribute = name.rpartition('.')
+    reason, cause = 'it is not registered', None
+    if module:
+        try:
+            hook = getattr(import_module(module), attribute)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            reason, cause = str(error), error
+    if cause is not None or not module:
+        raise ValueError(
+            f'unknown ddp_comm_hook {name!r} ({reason}); '
+            + alternatives(name, ['none', *COMM_HOOKS.module_dict])
+            + ', and the dotted path of a hook of your own'
+        ) from cause
+    if not callable(hook):
+        raise TypeError(f'ddp_comm_hook {name!r} is {hook!r}, not a hook')
+    return hook
+
+
+def alternatives(name: str, names: list[str]) -> str:
+    """Say which name was meant perhaps, and which there are."""
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f'did you mean {close[0]!r}? ' if close else ''
+    return hint + 'valid names are ' + ', '.join(map(repr, names))
