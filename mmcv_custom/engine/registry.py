@@ -8,11 +8,8 @@ __all__ = ['COMM_HOOKS']
 
 # An entry is a hook function ``hook(state, bucket, **knobs)``, or a class
 # whose instances are hooks and whose constructor takes the knobs and, if it
-# likes, ``process_group``. The state of either is the process group. An
-# instance may have ``bind(ddp)``, called before it is registered, and
-# ``state_dict()`` and ``load_state_dict(state)``: the runner saves that state
-# with its checkpoints, each rank its own. An instance is made to check the
-# knobs, too, so memory and process groups belong into ``bind``.
+# likes, ``process_group``. The state of either is the process group. What an
+# instance may have besides is listed in docs/your_own_hook.md.
 COMM_HOOKS = Registry(
     'communication hook', locations=['mmcv_custom.engine.registry']
 )
