@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from mmengine.dist import is_main_process
 from mmengine.logging import print_log
-from mmengine.model import BaseModule
+from mmengine.model import BaseModule, PretrainedInit
+from mmengine.registry import WEIGHT_INITIALIZERS
 from mmengine.runner.checkpoint import load_state_dict
 from mmseg.registry import MODELS
 from timm.models.vision_transformer import VisionTransformer
@@ -169,10 +170,7 @@ class InternViT(VisionTransformer, BaseModule):
             RuntimeError: Too few tensors of the file match, see
                 `fit_weights`.
         """
-        if (
-            not isinstance(self.init_cfg, dict)
-            or self.init_cfg.get('type') != 'Pretrained'
-        ):
+        if not _is_pretrained(self.init_cfg):
             BaseModule.init_weights(self)
             return
         weights = read_backbone_weights(
@@ -262,6 +260,13 @@ class InternViT(VisionTransformer, BaseModule):
                 logger='current',
                 level=logging.WARNING,
             )
+
+
+def _is_pretrained(init_cfg: dict | list | None) -> bool:
+    kind = init_cfg.get('type') if isinstance(init_cfg, dict) else None
+    if isinstance(kind, str):
+        kind = WEIGHT_INITIALIZERS.get(kind)
+    return kind is PretrainedInit
 
 
 def _check_options(

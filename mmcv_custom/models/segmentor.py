@@ -57,12 +57,8 @@ class InternViTSegmentor(EncoderDecoder):
             re.sub(r'^backbone\.(up[1-4]\.)', r'neck.\1', name): value
             for name, value in given.items()
         }
-        state_dict.update(
-            {
-                prefix + _compiled_name(name, self): value
-                for name, value in given.items()
-            }
-        )
+        given = _with_names_of_compiled_parts(given, self)
+        state_dict.update({prefix + name: v for name, v in given.items()})
         for name, module in self.named_modules():
             if isinstance(module, BaseDecodeHead):
                 keep_classifier_if_classes_differ(
@@ -71,11 +67,15 @@ class InternViTSegmentor(EncoderDecoder):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _compiled_name(name: str, model: nn.Module) -> str:
-    """Return what a tensor is called in a model of compiled parts."""
+def _with_names_of_compiled_parts(weights: dict, model: nn.Module) -> dict:
     for path, _ in model.named_modules():
         path = f'{path}.'
-        part = path.removesuffix(_COMPILED)
-        if part != path and name.startswith(part):
-            name = path + name[len(part) :]
-    return name
+        outer = path.removesuffix(_COMPILED)
+        if outer != path:
+            weights = {
+                path + name[len(outer) :]
+                if name.startswith(outer)
+                else name: v
+                for name, v in weights.items()
+            }
+    return weights

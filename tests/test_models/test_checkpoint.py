@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from mmengine.logging import HistoryBuffer
+from mmengine.model import PretrainedInit
 from mmengine.runner import load_checkpoint
 from safetensors.torch import save_file
 from torch.nn.functional import interpolate
@@ -520,3 +521,16 @@ def test_names_of_compiled_parts(tmp_path, saved, loaded):
     load_checkpoint(_compile_parts(target, loaded), path, strict=True)
     for name, value in target.state_dict().items():
         assert torch.equal(value, expected[name.replace('_orig_mod.', '')])
+
+
+@pytest.mark.parametrize(
+    'kind', ['Pretrained', PretrainedInit, 'mmengine.model.PretrainedInit']
+)
+def test_init_cfg_with_a_class(tmp_path, kind):
+    """MMEngine's own initialiser could not read the file."""
+    source = make_backbone(seed=1).state_dict()
+    path = str(tmp_path / 'model.safetensors')
+    save_file(transformer_layout(source), path)
+    backbone = make_backbone(init_cfg={'type': kind, 'checkpoint': path})
+    backbone.init_weights()
+    assert same_weights(source, backbone)
