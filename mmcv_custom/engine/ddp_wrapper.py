@@ -200,29 +200,35 @@ def _check_backend(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
 
 
 def _check_registration(ddp: DistributedDataParallel, hook: Callable) -> None:
-    """Check what torch notices too late: a second hook, or a late one."""
-    name = hook_name(hook)
-    present = ddp._get_ddp_logging_data().get('comm_hook')
-    if present:
+    """Check what torch notices too late."""
+    obstacle = _obstacle(ddp)
+    if obstacle is not None:
         _refuse(
             ddp,
-            RuntimeError(
-                f'communication hook {name!r} cannot be registered: DDP '
-                f'takes one hook, and {present!r} is registered already'
-            ),
+            RuntimeError(f'communication hook {hook_name(hook)!r} {obstacle}'),
+        )
+
+
+def _obstacle(ddp: DistributedDataParallel) -> str | None:
+    present = ddp._get_ddp_logging_data().get('comm_hook')
+    if present:
+        return (
+            'cannot be registered: DDP takes one hook, and '
+            f'{present!r} is registered already'
         )
     if (
         any(ddp.reducer.get_backward_stats())
         # set by the first backward of a static graph, which has no stats
         or getattr(ddp, '_static_graph_delay_allreduce_enqueued', False)
     ):
-        _refuse(
-            ddp,
-            RuntimeError(
-                f'communication hook {name!r} must be registered before the '
-                'first backward pass'
-            ),
+        return 'must be registered before the first backward pass'
+    if getattr(ddp, '_use_python_reducer', False):
+        return (
+            'cannot be registered: with '
+            "torch._dynamo.config.optimize_ddp='python_reducer' a hook gets "
+            "single gradients, no buckets; use 'ddp_optimizer'"
         )
+    return None
 
 
 def _refuse(ddp: DistributedDataParallel, error: Exception) -> NoReturn:

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from mmengine.runner import Runner
 from torch.nn.parallel import DistributedDataParallel
@@ -330,3 +331,19 @@ def test_copy_of_a_trained_static_graph_reduces():
                 of_step, reference_gradients(2, index), strict=True
             ):
                 assert (grad - mean).abs().max() <= 1e-6 * mean.abs().max()
+
+
+def register_with_the_python_reducer(rank):
+    with (
+        torch._dynamo.config.patch(optimize_ddp='python_reducer'),
+        pytest.raises(RuntimeError, match="use 'ddp_optimizer'"),
+    ):
+        wrap(ddp_comm_hook='fp16')
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.utils, 'get_optimize_ddp_mode'),
+    reason='older torch has one reducer',
+)
+def test_reducer_without_buckets_is_refused():
+    run_ranks(register_with_the_python_reducer)
