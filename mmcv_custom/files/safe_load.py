@@ -1,8 +1,8 @@
 """Reading torch's pickles of tensors, and of nothing that could run.
 
 A pickle names functions and calls them. torch's safe mode admits what tensors
-need. MMEngine's checkpoints need some more: their log buffers, which hold
-NumPy arrays and name their statistics through `getattr`.
+need. MMEngine's checkpoints need some more: parts of a config, and log
+buffers, which hold NumPy arrays and name their statistics through `getattr`.
 """
 
 import functools
@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from mmengine.config import ConfigDict
 from mmengine.logging import HistoryBuffer
 
 __all__ = ['load_safely', 'safe_mode']
@@ -26,7 +27,7 @@ _FORCE = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
 
 
 def load_safely(file: BinaryIO, map_location: Any) -> Any:
-    """Read a checkpoint of torch that asks for tensors and log buffers only.
+    """Read a checkpoint of tensors and of what MMEngine saves beside them.
 
     Args:
         file: The open file.
@@ -40,7 +41,7 @@ def load_safely(file: BinaryIO, map_location: Any) -> Any:
             has `GLOBAL` and the name.
     """
     if _CAN_ADMIT:
-        with torch.serialization.safe_globals(_log_globals()):
+        with torch.serialization.safe_globals(_mmengine_globals()):
             return torch.load(
                 file, map_location=map_location, weights_only=True
             )
@@ -61,7 +62,7 @@ def safe_mode() -> Iterator[None]:
     os.environ[_FORCE] = '1'
     try:
         if _CAN_ADMIT:
-            with torch.serialization.safe_globals(_log_globals()):
+            with torch.serialization.safe_globals(_mmengine_globals()):
                 yield
         else:
             yield
@@ -72,12 +73,13 @@ def safe_mode() -> Iterator[None]:
 
 
 @functools.cache
-def _log_globals() -> list[Callable]:
-    """What log buffers need, each under the name that a file asks for."""
+def _mmengine_globals() -> list[Callable]:
+    """What MMEngine's need, each under the name that a file asks for."""
     reconstruct = np.zeros(0).__reduce__()[0]
     scalar = np.float64().__reduce__()[0]
     codes = np.typecodes['AllInteger'] + np.typecodes['AllFloat'] + '?US'
     return [
+        ConfigDict,
         HistoryBuffer,
         _named('builtins', 'getattr', _statistic),
         np.ndarray,
@@ -120,7 +122,7 @@ def _statistic(owner: Any, name: str) -> Callable:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds torch's own safe globals and those of log buffers."""
+    """Finds torch's own safe globals and those of MMEngine."""
 
     def find_class(self, module: str, name: str) -> Any:
         # The older name is that of the protocols that torch writes.
@@ -128,7 +130,7 @@ class _Unpickler(pickle.Unpickler):
         safe = torch._weights_only_unpickler._get_allowed_globals()
         if asked in safe:
             return safe[asked]
-        for known in _log_globals():
+        for known in _mmengine_globals():
             if asked == f'{known.__module__}.{known.__name__}':
                 return known
         raise pickle.UnpicklingError(f'GLOBAL {asked}')

@@ -268,3 +268,12 @@ def test_every_rank_refuses(tmp_path):
     assert '6 of ' in first
     assert 'decode_head.norm.running_mean' in first
     assert 'module.' not in first
+
+
+def test_trusted_files_are_tested(tmp_path):
+    path = tmp_path / 'complete.pth'
+    weights = save(path, OURS)
+    runner = make_runner(tmp_path, OURS, f'trusted://{path}')
+    assert runner.test() == {'finite': True}
+    name = 'decode_head.conv_seg.weight'
+    assert torch.equal(runner.model.state_dict()[name], weights[name])

@@ -9,6 +9,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from mmengine.config import ConfigDict
 from mmengine.logging import HistoryBuffer
 from mmengine.runner.checkpoint import CheckpointLoader
 
@@ -128,12 +129,13 @@ def test_code_in_torchs_older_format_does_not_run(tmp_path, zipped):
 @pytest.mark.parametrize('numpy', ['numpy.core', 'numpy._core'])
 @pytest.mark.parametrize('zipped', [True, False])
 @pytest.mark.usefixtures('unpickler')
-def test_log_buffers_are_read(tmp_path, zipped, numpy):
+def test_what_mmengine_saves_is_read(tmp_path, zipped, numpy):
     buffer = HistoryBuffer()
     for value in (3.0, 1.0, 2.0):
         buffer.update(value)
     content = {
         'state_dict': {'w': torch.arange(3.0)},
+        'meta': ConfigDict(classes=('a', 'b'), colors=[{'a': 1}]),
         'message_hub': {
             'log_scalars': {'loss': buffer},
             'runtime_info': {
@@ -148,6 +150,8 @@ def test_log_buffers_are_read(tmp_path, zipped, numpy):
     _name_numpys_module(path, numpy, zipped)
     read = read_weights(str(path))
     assert torch.equal(read['state_dict']['w'], torch.arange(3.0))
+    assert read['meta'] == content['meta']
+    assert type(read['meta']) is ConfigDict
     hub = read['message_hub']
     loss = hub['log_scalars']['loss']
     assert (loss.mean(), loss.max(), loss.statistics('min')) == (2, 3, 1)
