@@ -23,7 +23,11 @@ __all__ = ['load_safely', 'safe_mode']
 
 # Before torch 2.5 the safe mode cannot be told of more.
 _CAN_ADMIT = hasattr(torch.serialization, 'safe_globals')
-_FORCE = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
+# Both at once are refused by torch, and users set the second.
+_FORCED = {
+    'TORCH_FORCE_WEIGHTS_ONLY_LOAD': '1',
+    'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '0',
+}
 
 
 def load_safely(file: BinaryIO, map_location: Any) -> Any:
@@ -58,8 +62,8 @@ def load_safely(file: BinaryIO, map_location: Any) -> Any:
 @contextmanager
 def safe_mode() -> Iterator[None]:
     """Make every `torch.load` within a safe one, whatever it is told."""
-    before = os.environ.get(_FORCE)
-    os.environ[_FORCE] = '1'
+    before = {name: os.environ.get(name) for name in _FORCED}
+    os.environ.update(_FORCED)
     try:
         if _CAN_ADMIT:
             with torch.serialization.safe_globals(_mmengine_globals()):
@@ -67,9 +71,10 @@ def safe_mode() -> Iterator[None]:
         else:
             yield
     finally:
-        del os.environ[_FORCE]
-        if before is not None:
-            os.environ[_FORCE] = before
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 @functools.cache

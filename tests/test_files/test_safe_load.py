@@ -195,15 +195,34 @@ def test_getattr_gives_the_statistics_only(tmp_path):
             read_weights(str(path))
 
 
-def test_environment_is_as_before(tmp_path, monkeypatch):
-    path = tmp_path / 'w.pth'
-    torch.save({'w': torch.ones(2)}, path)
-    url = as_url(monkeypatch, path)
-    for value in (None, '0'):
-        if value is not None:
-            monkeypatch.setenv('TORCH_FORCE_WEIGHTS_ONLY_LOAD', value)
-        assert torch.equal(read_weights(url)['w'], torch.ones(2))
-        assert os.environ.get('TORCH_FORCE_WEIGHTS_ONLY_LOAD') == value
+FORCE = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
+FORCE_NOT = 'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD'
+
+
+@pytest.mark.parametrize(
+    'environment', [{}, {FORCE: '0'}, {FORCE: '1'}, {FORCE_NOT: '1'}]
+)
+@pytest.mark.parametrize('remote', [True, False])
+def test_environment_changes_nothing(
+    tmp_path, monkeypatch, environment, remote
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for name, content in {
+        'good.pth': {'w': torch.ones(2)},
+        'bad.pth': {'w': Call(os.system, f'touch {tmp_path}/trace')},
+    }.items():
+        path = tmp_path / name
+        torch.save(content, path)
+        source = as_url(monkeypatch, path) if remote else str(path)
+        if name == 'good.pth':
+            assert torch.equal(read_weights(source)['w'], torch.ones(2))
+        else:
+            with pytest.raises(ValueError, match=r'posix\.system'):
+                read_weights(source)
+    assert not (tmp_path / 'trace').exists()
+    for name in (FORCE, FORCE_NOT):
+        assert os.environ.get(name) == environment.get(name)
 
 
 def test_shards_are_read_in_safe_mode(tmp_path):
