@@ -119,7 +119,8 @@ def explained(path: str) -> Iterator[None]:
         raise
     except Exception as error:
         text = str(error).strip() or type(error).__name__
-        asked = re.search(r'GLOBAL ([\w.]+)', text)
+        # The second is what torch 2.1 says.
+        asked = re.search(r'(?:GLOBAL|Unsupported class) ([\w.]+)', text)
         if asked and isinstance(error, pickle.UnpicklingError):
             raise ValueError(
                 f'{path} asks for {asked[1]}, which no tensor needs. To read '

@@ -5,12 +5,13 @@ need. MMEngine's checkpoints need some more: parts of a config, and log
 buffers, which hold NumPy arrays and name their statistics through `getattr`.
 """
 
+import codecs
 import functools
 import inspect
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
@@ -23,11 +24,6 @@ __all__ = ['load_safely', 'safe_mode']
 
 # Before torch 2.5 the safe mode cannot be told of more.
 _CAN_ADMIT = hasattr(torch.serialization, 'safe_globals')
-# Both at once are refused by torch, and users set the second.
-_FORCED = {
-    'TORCH_FORCE_WEIGHTS_ONLY_LOAD': '1',
-    'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '0',
-}
 
 
 def load_safely(file: BinaryIO, map_location: Any) -> Any:
@@ -49,27 +45,41 @@ def load_safely(file: BinaryIO, map_location: Any) -> Any:
             return torch.load(
                 file, map_location=map_location, weights_only=True
             )
-    return torch.load(
-        file,
-        map_location=map_location,
-        pickle_module=SimpleNamespace(
-            __name__=__name__, Unpickler=_Unpickler, load=_load
-        ),
-        weights_only=False,
+    pickles = SimpleNamespace(
+        __name__=__name__, Unpickler=_Unpickler, load=_load
     )
+    with _environment(force='0'):
+        return torch.load(
+            file,
+            map_location=map_location,
+            pickle_module=pickles,
+            weights_only=False,
+        )
 
 
 @contextmanager
 def safe_mode() -> Iterator[None]:
     """Make every `torch.load` within a safe one, whatever it is told."""
-    before = {name: os.environ.get(name) for name in _FORCED}
-    os.environ.update(_FORCED)
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(_environment(force='1'))
         if _CAN_ADMIT:
-            with torch.serialization.safe_globals(_mmengine_globals()):
-                yield
-        else:
-            yield
+            stack.enter_context(
+                torch.serialization.safe_globals(_mmengine_globals())
+            )
+        yield
+
+
+@contextmanager
+def _environment(force: str) -> Iterator[None]:
+    """Overrule what a user's environment tells `torch.load`."""
+    settings = {
+        'TORCH_FORCE_WEIGHTS_ONLY_LOAD': force,
+        'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '0',
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
     finally:
         for name, value in before.items():
             del os.environ[name]
@@ -84,6 +94,7 @@ def _mmengine_globals() -> list[Callable]:
     scalar = np.float64().__reduce__()[0]
     codes = np.typecodes['AllInteger'] + np.typecodes['AllFloat'] + '?US'
     return [
+        *(bytes, set, slice, codecs.encode),
         ConfigDict,
         HistoryBuffer,
         _named('builtins', 'getattr', _statistic),

@@ -142,6 +142,8 @@ def test_what_mmengine_saves_is_read(tmp_path, zipped, numpy):
                 'best': np.float64(0.5),
                 'step': np.int64(7),
                 'names': np.array(['a', 'b']),
+                'nothing': np.zeros(0),
+                'both': {1, 2},
             },
         },
     }
@@ -158,6 +160,8 @@ def test_what_mmengine_saves_is_read(tmp_path, zipped, numpy):
     assert hub['runtime_info']['best'] == 0.5
     assert hub['runtime_info']['step'] == 7
     assert list(hub['runtime_info']['names']) == ['a', 'b']
+    assert hub['runtime_info']['nothing'].shape == (0,)
+    assert hub['runtime_info']['both'] == {1, 2}
 
 
 def _name_numpys_module(path, numpy, zipped):
