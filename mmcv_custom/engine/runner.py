@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..files import without_trust
 from .batch_size import log_batch_size
+from .changed_weights import forget_changed
 from .complete_weights import is_test, must_fill
 from .ddp_wrapper import CommHookDistributedDataParallel, attach_comm_hook
 from .distributed import init_cpu_group
@@ -152,10 +153,12 @@ class CommHookRunner(Runner):
 
     def load_checkpoint(self, filename: str, *args, **kwargs) -> dict:
         """Load as MMEngine does; for a test, the model must be complete."""
-        if not is_test(self):
-            return super().load_checkpoint(filename, *args, **kwargs)
-        with must_fill(self.model, filename):
-            return super().load_checkpoint(filename, *args, **kwargs)
+        if is_test(self):
+            with must_fill(self.model, filename):
+                return super().load_checkpoint(filename, *args, **kwargs)
+        checkpoint = super().load_checkpoint(filename, *args, **kwargs)
+        forget_changed(checkpoint, self.model, self.optim_wrapper)
+        return checkpoint
 
     def resume(self, filename: str, *args, **kwargs) -> None:
         """Resume from a checkpoint, and each rank's hook state with it."""

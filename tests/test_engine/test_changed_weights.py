@@ -1,0 +1,103 @@
+"""A resumed training whose image size, and so a weight, is another."""
+
+import itertools
+
+import pytest
+import torch
+from mmengine.config import ConfigDict
+from mmengine.optim import OptimWrapperDict
+
+from mmcv_custom.engine import CommHookRunner
+from mmcv_custom.engine.changed_weights import forget_changed
+from tests.test_models.tiny import make_sample, segmentor_config
+
+NUMBERS = itertools.count()
+EMBEDDING = 'backbone.pos_embed'
+
+
+def make_runner(work_dir, size, iters, **options):
+    return CommHookRunner(
+        model=ConfigDict(segmentor_config({'img_size': size})),
+        work_dir=str(work_dir),
+        train_dataloader={
+            'batch_size': 2,
+            'dataset': [make_sample(seed) for seed in range(4)],
+            'sampler': {'type': 'InfiniteSampler', 'shuffle': False},
+            'collate_fn': {'type': 'pseudo_collate'},
+        },
+        train_cfg={'type': 'IterBasedTrainLoop', 'max_iters': iters},
+        default_hooks={
+            'checkpoint': {
+                'type': 'CheckpointHook',
+                'by_epoch': False,
+                'interval': 2,
+            }
+        },
+        default_scope='mmseg',
+        experiment_name=f'changed{next(NUMBERS)}',
+        **{
+            'optim_wrapper': {'optimizer': {'type': 'AdamW', 'lr': 1e-3}},
+            **options,
+        },
+    )
+
+
+def steps_of(runner):
+    """How many steps the optimizer knows of, by parameter."""
+    state = runner.optim_wrapper.optimizer.state
+    return {
+        name: int(state[parameter]['step'])
+        for name, parameter in runner.model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize('size', [(56, 56), (84, 84), (28, 112), (112, 28)])
+def test_only_the_resized_embedding_starts_anew(tmp_path, size):
+    make_runner(tmp_path, (28, 112), 2).train()
+    runner = make_runner(
+        tmp_path,
+        size,
+        4,
+        load_from=str(tmp_path / 'iter_2.pth'),
+        resume=True,
+    )
+    runner.train()
+    steps = steps_of(runner)
+    same = size == (28, 112)
+    assert steps.pop(EMBEDDING) == (4 if same else 2)
+    assert set(steps.values()) == {4}
+    with open(f'{runner.log_dir}/{runner.timestamp}.log') as file:
+        log = file.read()
+    assert log.count('optimizer state starts anew') == (not same)
+    assert (f'{EMBEDDING} was changed' in log) == (not same)
+
+
+def test_of_several_optimizers(tmp_path):
+    model = torch.nn.ModuleDict(
+        {n: torch.nn.Linear(2, 2, bias=False) for n in 'ab'}
+    )
+    runner = make_runner(tmp_path, (56, 56), 1)
+    wrappers = {
+        n: runner.build_optim_wrapper(
+            {
+                'type': 'OptimWrapper',
+                'optimizer': torch.optim.AdamW(layer.parameters()),
+            }
+        )
+        for n, layer in model.items()
+    }
+    together = OptimWrapperDict(**wrappers)
+    for layer in model.values():
+        layer(torch.ones(1, 2)).sum().backward()
+    for wrapper in wrappers.values():
+        wrapper.step()
+    checkpoint = {
+        'state_dict': {n: v.clone() for n, v in model.state_dict().items()},
+        'optimizer': together.state_dict(),
+    }
+    with torch.no_grad():
+        model['b'].weight.add_(1)
+    forget_changed(checkpoint, model, together)
+    saved = checkpoint['optimizer']
+    assert [len(saved[n]['state']) for n in 'ab'] == [1, 0]
+    forget_changed(checkpoint, model, None)  # a test has none
