@@ -1,7 +1,6 @@
 """Test a segmentor, optionally saving or showing its predictions."""
 
 import argparse
-from pathlib import Path
 
 from config_step import (
     add_common_options,
@@ -10,6 +9,7 @@ from config_step import (
     set_local_rank,
 )
 from mmengine.config import Config
+from save_predictions import SavePredictions
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -18,11 +18,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('config', help='config file')
     parser.add_argument('checkpoint', help='checkpoint file')
     parser.add_argument('--work-dir', help='folder for the log and metrics')
-    parser.add_argument('--out', help='folder to save predicted label maps in')
+    parser.add_argument(
+        '--out',
+        help='folder to save predicted label maps in, in the subfolders that '
+        'the pictures have',
+    )
     parser.add_argument(
         '--show', action='store_true', help='show predictions in a window'
     )
-    parser.add_argument('--show-dir', help='folder to save painted images in')
+    parser.add_argument(
+        '--show-dir',
+        help='folder to save pictures of the label beside the prediction in',
+    )
     parser.add_argument(
         '--wait-time',
         type=float,
@@ -36,19 +43,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _draw_predictions(cfg: Config, args: argparse.Namespace) -> None:
+def _show_predictions(cfg: Config, wait_time: float) -> None:
     """Turn the visualization hook on in ``cfg``."""
     hook = cfg.default_hooks.get('visualization')
     if hook is None:
         raise SystemExit(
-            '--show and --show-dir need '
-            'default_hooks.visualization in the config'
+            '--show needs default_hooks.visualization in the config'
         )
-    hook['draw'] = True
-    if args.show:
-        hook.update(show=True, wait_time=args.wait_time)
-    if args.show_dir:
-        cfg.visualizer['save_dir'] = args.show_dir
+    hook.update(draw=True, show=True, wait_time=wait_time)
 
 
 def _augment_test(cfg: Config) -> None:
@@ -64,23 +66,23 @@ def _augment_test(cfg: Config) -> None:
 def build_config(args: argparse.Namespace) -> Config:
     """Load the config and apply the options of testing.
 
-    The folder of ``--out`` is made here, by every process: the metric makes
-    it on rank 0 alone, and another rank may save its first map before that.
-
     Raises:
         SystemExit: If the config lacks what an option needs.
     """
     cfg = load_config(args)
     cfg.load_from = args.checkpoint
-    if args.show or args.show_dir:
-        _draw_predictions(cfg, args)
+    if args.show:
+        _show_predictions(cfg, args.wait_time)
     if args.tta:
         _augment_test(cfg)
-    if args.out is not None:
-        if not isinstance(cfg.test_evaluator, dict):
-            raise SystemExit('--out needs a single test_evaluator')
-        cfg.test_evaluator.update(output_dir=args.out, keep_results=True)
-        Path(args.out).mkdir(parents=True, exist_ok=True)
+    evaluator = cfg.get('test_evaluator')
+    if (
+        args.out is not None
+        and isinstance(evaluator, dict)
+        and evaluator.get('format_only')
+    ):
+        # It would write the same label maps, and measures nothing.
+        cfg.test_evaluator = []
     return cfg
 
 
@@ -88,7 +90,9 @@ def main() -> None:
     """Test as the command line says."""
     args = parse_args()
     set_local_rank(args)
-    build_runner(build_config(args)).test()
+    runner = build_runner(build_config(args))
+    runner.register_hook(SavePredictions(args.out, args.show_dir))
+    runner.test()
 
 
 if __name__ == '__main__':
