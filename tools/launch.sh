@@ -32,14 +32,14 @@ run_torchrun() {
 run_srun() {
     local gpus_per_node="${GPUS_PER_NODE:-4}"
     local srun_args
-    read -r -a srun_args <<< "${SRUN_ARGS:-}"
+    # Never empty: under `set -u`, bash before 4.4 calls that unbound.
+    read -r -a srun_args <<< "--kill-on-bad-exit=1 ${SRUN_ARGS:-}"
     exec srun -p "$1" \
         --job-name="$2" \
         --gres="gpu:$gpus_per_node" \
         --ntasks="${GPUS:-4}" \
         --ntasks-per-node="$gpus_per_node" \
         --cpus-per-task="${CPUS_PER_TASK:-5}" \
-        --kill-on-bad-exit=1 \
         "${srun_args[@]}" \
         python -u "$TOOLS_DIR/$3" --launcher slurm "${@:4}"
 }

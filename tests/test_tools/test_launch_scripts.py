@@ -1,5 +1,6 @@
 """The bash scripts: words, usage, exit status, environment."""
 
+import re
 import shutil
 import subprocess
 
@@ -161,3 +162,25 @@ def test_usage(script, args, tmp_path):
     assert result.returncode == 2
     assert 'usage:' in result.stdout
     assert 'CONFIG' in result.stdout
+
+
+def test_no_array_is_ever_empty():
+    # Under `set -u`, bash before 4.4 stops at the expansion of such a one.
+    for script in SCRIPTS:
+        text = script.read_text()
+        for name in set(re.findall(r'\$\{(\w+)\[@\]', text)):
+            if name == 'BASH_SOURCE':
+                continue
+            filled = re.findall(rf'\b{name}=\(\s*[^\s)]', text)
+            read = re.findall(rf'read -r -a {name} <<< "[^\s"$]', text)
+            assignments = re.findall(rf'\b{name}=|-a {name}\b', text)
+            assert len(filled) + len(read) == len(assignments) > 0
+
+
+def test_slurm_without_further_arguments(record):
+    without, empty = (
+        record('slurm_train.sh', 'part', 'job', 'c.py', **env)
+        for env in ({}, {'SRUN_ARGS': ''})
+    )
+    assert without == empty
+    assert without[7:9] == ['--kill-on-bad-exit=1', 'python']
