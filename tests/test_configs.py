@@ -393,3 +393,39 @@ def test_sizes_of_augmented_test_pictures(ade_pictures):
     assert len(shapes) == 12
     assert all(side % 14 == 0 for shape in shapes for side in shape)
     assert shapes[4] == (602, 812)
+
+
+def test_imports_of_the_base_are_kept(tmp_path):
+    """The list of a child config replaces the one of its base."""
+    base = tmp_path / 'base.py'
+    base.write_text("custom_imports = dict(imports=['json', 'csv'])\n")
+    line = (
+        'custom_imports = dict(\n'
+        "    imports=[*_base_.custom_imports.imports, 'mmcv_custom.engine'])\n"
+    )
+    for bases in ("['base.py']", repr(str(base))):
+        child = tmp_path / 'child.py'
+        child.write_text(f'_base_ = {bases}\n{line}')
+        cfg = Config.fromfile(child)
+        assert cfg.custom_imports.imports == [
+            'json',
+            'csv',
+            'mmcv_custom.engine',
+        ]
+    child.write_text(
+        f'_base_ = {str(next(iter(CONFIGS.values())))!r}\n'
+        + line.replace('mmcv_custom.engine', 'json')
+    )
+    cfg = Config.fromfile(child)
+    assert cfg.custom_imports == {
+        'imports': [
+            'mmcv_custom.engine',
+            'mmcv_custom.models',
+            'mmcv_custom.datasets',
+            'json',
+        ],
+        'allow_failed_imports': False,
+    }
+    cfg.dump(tmp_path / 'dumped.py')
+    again = Config.fromfile(tmp_path / 'dumped.py')
+    assert again.custom_imports == cfg.custom_imports
