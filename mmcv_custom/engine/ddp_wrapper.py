@@ -55,7 +55,7 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
     def __init__(
         self,
         module: nn.Module,
-        ddp_comm_hook: str | dict | None = None,
+        ddp_comm_hook: str | dict | Callable | None = None,
         device_ids: list | None = None,
         **kwargs,
     ) -> None:

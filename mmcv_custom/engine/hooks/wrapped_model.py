@@ -7,6 +7,7 @@ from mmengine.registry import HOOKS
 from torch import nn
 
 from ...parameters import ReducedParameters, plain_name
+from ..ddp_wrapper import CommHookDistributedDataParallel
 from ..training import accumulated_iters
 
 __all__ = ['WrappedModelHook']
@@ -53,7 +54,9 @@ class WrappedModelHook(Hook):
         Raises:
             RuntimeError: As :meth:`before_train`.
         """
-        self._check_reduced(runner.model)
+        # Ours looks itself, in each forward pass.
+        if not isinstance(runner.model, CommHookDistributedDataParallel):
+            self._check_reduced(runner.model)
 
     def _check_reduced(self, model: nn.Module) -> None:
         if self._reduced is not None:
