@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -20,11 +21,11 @@ def free_port():
         return str(server.getsockname()[1])
 
 
+@mock.patch.dict(os.environ)
 def start_runner(rank, port, work_dir, env_cfg):
+    os.environ['MASTER_PORT'] = port
     options = {} if env_cfg is None else {'env_cfg': env_cfg}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv('MASTER_PORT', port)
-        make_runner(work_dir, **options)
+    make_runner(work_dir, **options)
     options = dist.group.WORLD._get_backend(torch.device('cpu')).options
     return (
         dist.get_backend(),
@@ -84,27 +85,24 @@ def test_bad_options_are_named(options, error, message):
         init_cpu_group(**{'launcher': 'pytorch', **options})
 
 
+@mock.patch.dict(os.environ)
 def start_under_slurm(rank, port, folder):
     scontrol = folder / f'scontrol{rank}' / 'scontrol'
     scontrol.parent.mkdir()
     scontrol.write_text('#!/bin/sh\necho localhost\necho other\n')
     scontrol.chmod(0o755)
-    environment = {
-        'PATH': f'{scontrol.parent}:{os.environ["PATH"]}',
-        'SLURM_NODELIST': 'localhost,other',
-        'SLURM_PROCID': str(rank),
-        'SLURM_LOCALID': str(rank),
-        'SLURM_NTASKS': '2',
-        'MASTER_PORT': port,
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR'):
-            patch.delenv(name)
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        init_cpu_group('slurm')
-        local_rank = os.environ['LOCAL_RANK']
-    return dist.get_rank(), dist.get_world_size(), local_rank
+    for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR'):
+        del os.environ[name]
+    os.environ.update(
+        PATH=f'{scontrol.parent}:{os.environ["PATH"]}',
+        SLURM_NODELIST='localhost,other',
+        SLURM_PROCID=str(rank),
+        SLURM_LOCALID=str(rank),
+        SLURM_NTASKS='2',
+        MASTER_PORT=port,
+    )
+    init_cpu_group('slurm')
+    return dist.get_rank(), dist.get_world_size(), os.environ['LOCAL_RANK']
 
 
 def test_slurm_environment(tmp_path):
@@ -114,6 +112,7 @@ def test_slurm_environment(tmp_path):
     ]
 
 
+@mock.patch.dict(os.environ)
 def start_on_interface(rank, port, name):
     os.environ['MASTER_PORT'] = port
     if name is not None:
