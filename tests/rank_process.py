@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from mmengine.utils import ManagerMixin
 
-from tests.traces import Traces
+from tests.traces import Traces, group_lives
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,8 @@ def end(before):
     left = before.left_behind()
     if dist.is_initialized():
         dist.destroy_process_group()
+    if group_lives():
+        left.append('something that refers to a process group')
     if left:
         raise AssertionError(f'the call has left behind {", ".join(left)}')
 

@@ -20,7 +20,10 @@ from mmengine.registry import DefaultScope
 
 from mmcv_custom import ddp_hooks
 from tests.ranks import run_ranks
-from tests.traces import Traces
+from tests.toy import make_ddp
+from tests.traces import Traces, group_lives
+
+KEPT = []
 
 
 def process_id(rank):
@@ -134,6 +137,21 @@ def test_what_is_left_behind_is_named(function, left):
     with pytest.raises(AssertionError, match=f'left behind {left}'):
         run_ranks(function)
     assert set(run_ranks(process_id)).isdisjoint(before)
+
+
+def has_named_threads(rank):
+    return group_lives(patience_s=0)
+
+
+def leave_a_model(rank):
+    KEPT.append(make_ddp())
+
+
+def test_model_that_is_kept_is_noticed():
+    if not all(run_ranks(has_named_threads)):
+        pytest.skip('gloo of this torch gives its threads no names')
+    with pytest.raises(AssertionError, match='refers to a process group'):
+        run_ranks(leave_a_model)
 
 
 def test_what_a_test_leaves_behind_is_named(monkeypatch):

@@ -1,8 +1,11 @@
 """What a test may not leave behind."""
 
+import contextlib
 import os
 import sys
 import threading
+import time
+from pathlib import Path
 
 
 class Traces:
@@ -83,3 +86,22 @@ def _subgroups():
         return []
     names = dist.distributed_c10d._world.pg_names
     return [name for group, name in names.items() if group != dist.group.WORLD]
+
+
+def group_lives(patience_s=1.0):
+    """Tell whether gloo has a thread, as each group has until it is freed.
+
+    Where threads have no names, as on torch 2.1, this is False.
+    """
+    deadline = time.monotonic() + patience_s
+    while any('gloo' in name for name in _native_thread_names()):
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def _native_thread_names():
+    for task in Path('/proc/self/task').glob('*/comm'):
+        with contextlib.suppress(OSError):  # of one that has just ended
+            yield task.read_text()
