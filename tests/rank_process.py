@@ -67,19 +67,19 @@ def answer(pipe, call):
         MASTER_ADDR='localhost',
     )
     before = Traces()
-    # Plain pickle: torch's own would share memory with this process.
-    pipe.send_bytes(pickle.dumps(outcome(run, call)))
+    pipe.send_bytes(outcome(run, call))
     # Nobody leaves while another rank still needs the connection.
     pipe.recv_bytes()
-    pipe.send_bytes(pickle.dumps(outcome(end, before)))
+    pipe.send_bytes(outcome(end, before))
 
 
 def outcome(function, *args):
-    """Return (failed, result or traceback)."""
+    """Return (failed, result or traceback), pickled."""
     try:
-        return False, function(*args)
+        # Not torch's own pickle, which would share this process's memory.
+        return pickle.dumps((False, function(*args)))
     except BaseException:
-        return True, traceback.format_exc()
+        return pickle.dumps((True, traceback.format_exc()))
 
 
 def run(call):

@@ -56,10 +56,10 @@ def run_ranks(
 ):
     """Run ``function(rank, *args)`` on every rank; return the results.
 
-    The processes live on, with their globals reset, and run other calls. A
-    call may leave behind no thread, no process group but the one it was
-    given, and no change of the environment; nor may it leave a module
-    changed, which nobody checks.
+    The processes live on, with their globals reset, and run other calls. So
+    a call may leave nothing behind: no thread, no process group nor what
+    refers to one, no change of the environment, no patched module. It fails
+    otherwise, as far as :class:`tests.traces.Traces` sees it.
 
     Args:
         function: A function of a test module, found by its name.
@@ -68,7 +68,8 @@ def run_ranks(
         timeout_s: All ranks are killed after that many seconds.
         init: Start the gloo process group first. Otherwise only torchrun's
             environment variables are set.
-        fresh: In new processes, which end with the call.
+        fresh: In new processes, which end with the call and may be left in
+            any state.
 
     Raises:
         AssertionError: With the traceback of the first rank that failed,

@@ -178,6 +178,10 @@ def fail_on_rank_1(rank):
     dist.barrier()
 
 
+def return_a_lambda(rank):
+    return lambda: None
+
+
 def hang_on_rank_1(rank):
     if rank == 1:
         time.sleep(60)
@@ -194,6 +198,7 @@ def die_on_rank_1(rank):
     ('function', 'timeout_s', 'message'),
     [
         (fail_on_rank_1, 30, '(?s)rank 1 failed:.*a fault of rank 1'),
+        (return_a_lambda, 30, '(?s)rank . failed:.*lambda'),
         (
             hang_on_rank_1,
             2,
