@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from mmengine.config import Config, DictAction
 from mmengine.runner import Runner
 from mmseg.registry import RUNNERS
@@ -19,6 +20,7 @@ __all__ = [
     'CfgOptions',
     'add_common_options',
     'build_runner',
+    'close_process_group',
     'load_config',
     'set_local_rank',
 ]
@@ -200,3 +202,13 @@ def build_runner(cfg: Config) -> Runner:
             f"runner_type={cfg.runner_type!r}; use 'CommHookRunner'"
         )
     return RUNNERS.build(cfg)
+
+
+def close_process_group() -> None:
+    """End the process group, if there is one, after all is done.
+
+    MMEngine leaves it to the end of the process, where gloo's threads may
+    abort a process that has finished its work.
+    """
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

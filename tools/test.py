@@ -5,6 +5,7 @@ import argparse
 from config_step import (
     add_common_options,
     build_runner,
+    close_process_group,
     load_config,
     set_local_rank,
 )
@@ -93,6 +94,7 @@ def main() -> None:
     runner = build_runner(build_config(args))
     runner.register_hook(SavePredictions(args.out, args.show_dir))
     runner.test()
+    close_process_group()
 
 
 if __name__ == '__main__':

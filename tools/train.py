@@ -5,6 +5,7 @@ import argparse
 from config_step import (
     add_common_options,
     build_runner,
+    close_process_group,
     load_config,
     set_local_rank,
 )
@@ -65,6 +66,7 @@ def main() -> None:
     args = parse_args()
     set_local_rank(args)
     build_runner(build_config(args)).train()
+    close_process_group()
 
 
 if __name__ == '__main__':

@@ -4,6 +4,7 @@ import os
 import sys
 
 import pytest
+import torch.distributed as dist
 from mmengine.config import Config
 
 from .scripts import REPO, fake_program, load_tool, run
@@ -376,3 +377,30 @@ def test_lost_blanks_are_said_and_the_help_names_the_quotes(config, capsys):
     assert """work_dir='"a dir/1"'""" in ' '.join(
         capsys.readouterr().out.split()
     )
+
+
+class _Job:
+    """A runner whose work needs a process group."""
+
+    def train(self):
+        dist.init_process_group(
+            'gloo', store=dist.HashStore(), rank=0, world_size=1
+        )
+        self.worked = dist.is_initialized()
+
+    test = train
+
+    def register_hook(self, hook):
+        pass
+
+
+@pytest.mark.parametrize('tool', [TRAIN, TEST], ids=['train', 'test'])
+def test_process_group_ends_with_the_work(tool, monkeypatch):
+    monkeypatch.setenv('LOCAL_RANK', '0')
+    words = ['tool', str(DEMO)] + ['x.pth'] * (tool is TEST)
+    monkeypatch.setattr(sys, 'argv', words)
+    job = _Job()
+    monkeypatch.setattr(tool, 'build_runner', lambda cfg: job)
+    tool.main()
+    assert job.worked
+    assert not dist.is_initialized()
