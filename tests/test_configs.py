@@ -12,6 +12,7 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import (
     DATASETS,
+    HOOKS,
     PARAM_SCHEDULERS,
     DefaultScope,
     init_default_scope,
@@ -203,6 +204,9 @@ def test_common_part_of_the_recipes(name):
         'max_keep_ckpts': 2,
         'save_best': 'mIoU',
     }
+    hook = HOOKS.build(cfg.default_hooks.checkpoint)
+    assert hook.key_indicators == ['mIoU']
+    assert hook.rules == ['greater']
     assert cfg.model.test_cfg == {
         'mode': 'slide',
         'crop_size': (504, 504),
