@@ -130,6 +130,8 @@ def save_globals():
         (owner, name, getattr(owner, name))
         for owner, name in (
             (dist, '_DEFAULT_FIRST_BUCKET_BYTES'),
+            # Part of a group's name; a start that failed has raised it.
+            (dist.distributed_c10d._world, 'group_count'),
             (torch.backends.cudnn, 'deterministic'),
             (torch.backends.cudnn, 'benchmark'),
             (logging.root, 'level'),

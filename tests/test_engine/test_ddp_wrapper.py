@@ -346,4 +346,5 @@ def register_with_the_python_reducer(rank):
     reason='older torch has one reducer',
 )
 def test_reducer_without_buckets_is_refused():
-    run_ranks(register_with_the_python_reducer)
+    # This reducer's hooks keep what was refused.
+    run_ranks(register_with_the_python_reducer, fresh=True)

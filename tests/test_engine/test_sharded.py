@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -231,9 +232,9 @@ def test_layer_decay_drops_the_moments_of_other_shapes(tmp_path):
         assert 'The optimizer state of 2 tensors starts anew' in log
 
 
+@mock.patch.object(sharded, 'PATIENCE_S', 0)
 def save_on_rank_0_alone(rank, work_dir):
     """By hand, as hooks do that know MMEngine's method for rank 0's."""
-    sharded.PATIENCE_S = 0
     options = {'optim_wrapper': {'optimizer': dict(ZERO)}}
     runner = make_runner(work_dir, None, 2, **options)
     runner.train()
