@@ -91,7 +91,7 @@ def run(call):
             rank=call.rank,
             world_size=call.world_size,
             # The call is over before: a hang is reported as one.
-            timeout=timedelta(seconds=2 * call.timeout_s),
+            timeout=timedelta(seconds=call.timeout_s + 60),
         )
     with warnings.catch_warnings():
         return call.function(call.rank, *call.args)

@@ -36,6 +36,9 @@ class _Rank:
         with contextlib.suppress(OSError):
             self.pipe.send_bytes(message)
 
+    def is_alive(self):
+        return self._process.is_alive()
+
     def exit_code(self):
         """Of a process that has ended."""
         self._process.join(timeout=5)
@@ -129,13 +132,19 @@ def _collect(ranks, deadline, folder):
             try:
                 failed, value = pickle.loads(pipe.recv_bytes())
             except (EOFError, OSError):
-                raise AssertionError(
-                    f'rank {rank} died with {ranks[rank].exit_code()}'
-                ) from None
+                raise _death(ranks, rank) from None
             if failed:
+                # Perhaps because another one has died.
+                for other, process in enumerate(ranks):
+                    if not process.is_alive():
+                        raise _death(ranks, other)
                 raise AssertionError(f'rank {rank} failed:\n{value}')
             results[rank] = value
     return [results[rank] for rank in range(len(ranks))]
+
+
+def _death(ranks, rank):
+    return AssertionError(f'rank {rank} died with {ranks[rank].exit_code()}')
 
 
 def _stacks(folder, rank):
