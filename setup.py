@@ -17,6 +17,7 @@ setup(
     long_description=(ROOT / 'README.md').read_text(),
     long_description_content_type='text/markdown',
     packages=find_packages(include=['mmcv_custom', 'mmcv_custom.*']),
+    package_data={'mmcv_custom': ['py.typed']},
     python_requires='>=3.10',
     install_requires=['torch>=2.1', 'torchvision', 'timm>=1.0.31', 'numpy'],
     extras_require={
@@ -29,6 +30,12 @@ setup(
             'ftfy',
             'regex',
         ],
-        'tests': ['pytest', 'pytest-timeout', 'ruff', 'transformers'],
+        'tests': [
+            'mypy',
+            'pytest',
+            'pytest-timeout',
+            'ruff',
+            'transformers',
+        ],
     },
 )

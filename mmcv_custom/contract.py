@@ -20,6 +20,7 @@ __all__ = [
     'adapt_hook',
     'bind_hook',
     'call_hook',
+    'completed',
     'dense_buffer',
     'hook_name',
     'opaque',
@@ -74,6 +75,9 @@ class _BoundHook(functools.partial):
     It keeps the name that :func:`bind_hook` gives.
     """
 
+    __name__: str
+    __qualname__: str
+
 
 def bind_hook(
     name: str, function: Callable[..., Future], *arguments: Any
@@ -126,10 +130,19 @@ def call_hook(
     # Not the hook: the last reference to it would go on another thread.
     finish = functools.partial(_store_result, hook_name(hook), bucket, buffer)
     if isinstance(result, AnyFuture):
-        return result.then(lambda future: finish(future.value()))
-    # A future that holds CUDA tensors has to know the device.
-    done = Future(devices=[buffer.device] if buffer.is_cuda else None)
-    done.set_result(finish(_resolve(result)))
+        return result.then(  # type: ignore[return-value]
+            lambda future: finish(future.value())
+        )
+    return completed(finish(_resolve(result)))
+
+
+def completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a future that yields a tensor already."""
+    # One that holds CUDA tensors has to know the device.
+    done: torch.futures.Future[torch.Tensor] = Future(
+        devices=[tensor.device] if tensor.is_cuda else None
+    )
+    done.set_result(tensor)
     return done
 
 

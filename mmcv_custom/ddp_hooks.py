@@ -130,7 +130,7 @@ def _average(
     process_group: dist.ProcessGroup | None, tensor: torch.Tensor
 ) -> Future:
     """Average a tensor of any shape in place; the future yields it."""
-    group = process_group if process_group is not None else dist.group.WORLD
+    group = process_group or dist.distributed_c10d._get_default_group()
     tensor.div_(group.size())
     work = dist.all_reduce(tensor, group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])

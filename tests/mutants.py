@@ -69,8 +69,8 @@ COMPRESSORS = [
     Mutant(
         'rounding of the wire is not fed back',
         'compression/powersgd.py',
-        'sent = wire.to(torch.float32, copy=True) if self._feedback',
-        'sent = packed.clone() if self._feedback',
+        'sent = wire.to(torch.float32, copy=True)\n',
+        'sent = packed.clone()\n',
         (
             'test_compression/test_powersgd.py::'
             'test_sent_plus_residual_is_the_input',

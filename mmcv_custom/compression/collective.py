@@ -48,7 +48,10 @@ def all_to_all(output: torch.Tensor, rows: torch.Tensor) -> Collective:
     return Collective(
         'all_to_all',
         lambda group: [
-            dist.all_to_all_single(*piece, group=group, async_op=True)
+            # None only where it is not asynchronous
+            dist.all_to_all_single(  # type: ignore[misc]
+                *piece, group=group, async_op=True
+            )
             for piece in zip(output, rows, strict=True)
         ],
         lambda size: (size - 1) * rows.nbytes // size,

@@ -4,13 +4,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..contract import Future, dense_buffer
+from ..contract import Future, completed, dense_buffer
 from ..parameters import reduced_parameters
 from .collective import Collective, all_reduce
 from .gradient import (
@@ -48,11 +49,8 @@ class Compressor(ABC):
     """
 
     collectives = 1  # that a bucket has at most, one after the other
-    # Whether finite gradients may come out as Inf. Then the step has to be
-    # left out, as after any overflow.
-    may_overflow = False
-    # Whether there is an error memory.
-    _feedback = False
+    may_overflow = False  # whether finite gradients may come out as Inf
+    _feedback = False  # whether there is an error memory
     # The attributes that are saved beside the tensors.
     _counters: tuple[str, ...] = ('step', 'skipped_steps', 'loss_scale')
 
@@ -62,7 +60,7 @@ class Compressor(ABC):
         self.loss_scale = 1.0
         self._memory = StepMemory()
         self._pipeline: Pipeline | None = None
-        self._parameters: dict[str, torch.Tensor] = {}
+        self._parameters: dict[str, torch.nn.Parameter] = {}
         self._names: dict[int, str] = {}
         self._some_unused = False
         self._record = StepRecord()
@@ -94,24 +92,30 @@ class Compressor(ABC):
                 failed.
             TypeError: If the gradients are sparse.
         """
-        if self._pipeline is None:
-            raise RuntimeError(
-                f'{type(self).__name__}: call bind(ddp) before registering'
-            )
+        pipeline = self.pipeline
         buffer = dense_buffer(type(self).__name__, bucket)
         parameters = bucket.parameters()
         if self._record.has_any(parameters):
             self.settle()
         if not buffer.numel():
-            stages = iter(())
-        elif is_compressible(parameters[0]):
+            return completed(buffer)
+        if is_compressible(parameters[0]):
             gradients = split(buffer, parameters, self._names)
             stages = self._checked(buffer, gradients)
         else:
             stages = self._average(buffer, [])
-        future = self._pipeline.start(stages, buffer)
+        future = pipeline.start(stages, buffer)
         self._record.add(parameters)
         return future
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Of the bound model; it knows the group's size and this rank."""
+        if self._pipeline is None:
+            raise RuntimeError(
+                f'{type(self).__name__}: call bind(ddp) before registering'
+            )
+        return self._pipeline
 
     @staticmethod
     def probes(size: int, device: torch.device) -> list[Collective]:
@@ -139,8 +143,8 @@ class Compressor(ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles hold the state, but are not bound."""
         self.settle()
-        unbound = {'_pipeline': None, '_parameters': {}, '_names': {}}
-        return {**self.__dict__, **unbound}
+        unbound: dict[str, Any] = {'_parameters': {}, '_names': {}}
+        return self.__dict__ | unbound | {'_pipeline': None}
 
     def settle(self) -> bool:
         """End the step whose backward pass is over, as the next step does.
@@ -235,7 +239,7 @@ class Compressor(ABC):
         self, buffer: torch.Tensor, gradients: list[Gradient]
     ) -> Iterator[Collective]:
         """The exchange without compression."""
-        yield all_reduce(buffer.div_(self._pipeline.world_size))
+        yield all_reduce(buffer.div_(self.pipeline.world_size))
         self._check(gradients, magnitude(buffer))
 
     def _check(self, gradients: list[Gradient], sizes: torch.Tensor) -> None:
@@ -261,12 +265,9 @@ class Compressor(ABC):
         if not self._feedback:
             return gradient.flat.to(torch.float32, copy=True)
         error = self._memory.get('error', gradient.name)
+        make = partial(float32_like, gradient.parameter)
         work = in_memory_order(
-            self._memory.write(
-                'error',
-                gradient.name,
-                lambda: float32_like(gradient.parameter),
-            )
+            self._memory.write('error', gradient.name, make)
         )
         if error is None:
             return work.copy_(gradient.flat)

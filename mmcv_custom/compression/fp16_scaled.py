@@ -64,7 +64,7 @@ class ScaledFP16(Compressor):
         flats = values.split(lengths)
         scales = self._scales(gradients)
         if scales is None:
-            yield all_reduce(values.div_(self._pipeline.world_size))
+            yield all_reduce(values.div_(self.pipeline.world_size))
             self._check(gradients, torch.stack([*map(magnitude, flats)]))
         else:
             wire = torch.empty_like(values, dtype=torch.float16)
@@ -77,7 +77,7 @@ class ScaledFP16(Compressor):
             # Divided first, so that the sum cannot overflow by itself.
             for scale, pairs in parts:
                 for chunk, sent in pairs:
-                    sent.copy_(chunk.mul_(scale / self._pipeline.world_size))
+                    sent.copy_(chunk.mul_(scale / self.pipeline.world_size))
             yield all_reduce(wire)
             magnitudes = []
             for scale, pairs in parts:
@@ -96,9 +96,13 @@ class ScaledFP16(Compressor):
         None if there is no history, or the scales or their inverses would
         leave float32.
         """
-        last = [self.magnitudes.get(g.name) for g in gradients]
+        last = [
+            self.magnitudes[g.name]
+            for g in gradients
+            if g.name in self.magnitudes
+        ]
         largest = max(self.magnitudes.values(), default=0)
-        if None in last or not 2.0**-110 < largest < 2.0**120:
+        if len(last) < len(gradients) or not 2.0**-110 < largest < 2.0**120:
             return None
         return [_scale(max(m, largest * _MAX_SPREAD)) for m in last]
 

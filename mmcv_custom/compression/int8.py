@@ -82,7 +82,7 @@ class Int8(Compressor):
         self, buffer: torch.Tensor, gradients: list[Gradient]
     ) -> Iterator[Collective]:
         plan = self._plan(gradients)
-        size = self._pipeline.world_size
+        size = self.pipeline.world_size
         inputs = [self._input(gradient) for gradient in gradients]
         # The last one, of zeros, fills up the shorter parts.
         records = buffer.new_empty(
@@ -92,7 +92,9 @@ class Int8(Compressor):
         for gradient, values, rows in zip(
             gradients, inputs, plan.rows, strict=True
         ):
-            noise = self._noise(gradient, 'sum', len(rows))
+            noise = None
+            if self._stochastic:
+                noise = self._noise(gradient, 'sum', len(rows))
             used = self._used(gradient)
             for blocks, part in blocks_of(values):
                 codes, scale = quantize(blocks, _cut(noise, part))
@@ -146,7 +148,7 @@ class Int8(Compressor):
             self._plans[key] = make_plan(
                 [first_block[g.name] for g in gradients],
                 [num_blocks(g.flat) for g in gradients],
-                self._pipeline.world_size,
+                self.pipeline.world_size,
                 gradients[0].flat.device,
             )
         return self._plans[key]
@@ -167,7 +169,7 @@ class Int8(Compressor):
             inputs: The error memories, (numel,) each; added to.
             plan: Of the bucket.
         """
-        size, rank = self._pipeline.world_size, self._pipeline.rank
+        size, rank = self.pipeline.world_size, self.pipeline.rank
         for values, first in zip(inputs, plan.first_blocks, strict=True):
             for blocks, part in blocks_of(values):
                 owned = blocks[(rank - first - part.start) % size :: size]
@@ -176,11 +178,9 @@ class Int8(Compressor):
 
     def _noise(
         self, gradient: Gradient, use: str, num_blocks: int
-    ) -> torch.Tensor | None:
-        """Uniform in [0, 1), (num_blocks, block); None rounds to nearest."""
-        if not self._stochastic:
-            return None
-        rank = self._pipeline.rank
+    ) -> torch.Tensor:
+        """Uniform in [0, 1), (num_blocks, block), to round at random."""
+        rank = self.pipeline.rank
         device = gradient.flat.device
         name = f'{gradient.name} {use} {rank} {self.step}'
         return torch.rand(
@@ -196,7 +196,7 @@ class Int8(Compressor):
     ) -> torch.Tensor | None:
         if not self._stochastic:
             return None
-        size, rank = self._pipeline.world_size, self._pipeline.rank
+        size, rank = self.pipeline.world_size, self.pipeline.rank
         noise = [
             self._noise(
                 gradient, 'mean', len(rows[(rank - first) % size :: size])

@@ -53,7 +53,7 @@ class StepMemory:
         for kind, tensors in self._next.items():
             current = self._current.setdefault(kind, {})
             for name, tensor in tensors.items():
-                disused = tensor
+                disused: torch.Tensor | None = tensor
                 if accept:
                     disused = current.get(name)
                     current[name] = tensor
@@ -68,7 +68,9 @@ class StepMemory:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.__init__()
+        self._current.clear()
+        self._next.clear()
+        self._spare.clear()
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the settled tensors themselves, by kind and name."""

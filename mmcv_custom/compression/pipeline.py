@@ -15,7 +15,7 @@ from queue import SimpleQueue
 import torch
 import torch.distributed as dist
 
-from ..contract import Future
+from ..contract import Future, completed
 from .collective import Collective
 
 __all__ = ['Pipeline']
@@ -136,9 +136,7 @@ class Pipeline:
         except BaseException as error:
             self._line.error = error
             raise
-        done = Future(devices=[buffer.device] if buffer.is_cuda else None)
-        done.set_result(buffer)
-        return done
+        return completed(buffer)
 
 
 class _Bucket:
@@ -147,9 +145,9 @@ class _Bucket:
     def __init__(
         self, stages: Iterator[Collective], buffer: torch.Tensor
     ) -> None:
-        self.stages: Iterator[Collective] | None = stages
+        self.stages = stages
         self.works: list[dist.Work] = []
-        self.done = Future()
+        self.done: torch.futures.Future[None] = Future()
         self._buffer = buffer
         self._error: BaseException | None = None
 
@@ -165,7 +163,7 @@ class _Bucket:
         It may drop the model then, so nothing here may refer to it: the last
         reference would go on a thread that cannot end itself.
         """
-        self.stages, self._error = None, error
+        self.stages, self._error = iter(()), error
         self.done.set_result(None)
 
 
@@ -265,7 +263,7 @@ def _same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
     backend = group._get_backend(torch.device('cpu'))
     # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it into one without options.
     backend = getattr(backend, 'wrapped_pg', backend)
-    return dist.new_group(
+    return dist.new_group(  # type: ignore[return-value] # a member
         dist.get_process_group_ranks(group),
         timeout=backend.options._timeout,
         backend=backend.name(),

@@ -111,11 +111,7 @@ class PowerSGD(Compressor):
         return self
 
     def on_train_start(self, training: Training) -> None:
-        """Set the start where it is the warm-up's end; log what is unusual.
-
-        Raises:
-            ValueError: If there is no warm-up to end.
-        """
+        """Set the start; raise ValueError without the warm-up to end."""
         log = training.logger
         if self.start_iter == WARMUP_END:
             if training.warmup_steps is None:
@@ -129,9 +125,9 @@ class PowerSGD(Compressor):
                 'PowerSGD starts when the warm-up ends, after '
                 f'{self.start_iter} steps'
             )
-        if self.start_iter >= training.steps:
+        if self._start >= training.steps:
             log.warning(
-                f'start_powerSGD_iter={self.start_iter} lies beyond the '
+                f'start_powerSGD_iter={self._start} lies beyond the '
                 f'{training.steps} steps of this run: PowerSGD never '
                 'compresses'
             )
@@ -174,16 +170,10 @@ class PowerSGD(Compressor):
     def _stages(
         self, buffer: torch.Tensor, gradients: list[Gradient]
     ) -> Iterator[Collective]:
-        if self.start_iter == WARMUP_END:
-            raise RuntimeError(
-                f'start_powerSGD_iter={WARMUP_END!r} needs on_train_start() '
-                'from somebody who knows the schedule; or give a number'
-            )
-        if self._is_exact() or not any(
-            gradient.name in self._matrices for gradient in gradients
-        ):
+        names = {gradient.name for gradient in gradients}
+        if self._is_exact() or names.isdisjoint(self._matrices):
             yield from self._average(buffer, gradients)
-            if self.step >= self.start_iter - 1:
+            if self.step >= self._start - 1:
                 self._find_bases(gradients)
             return
         self._compressed = True
@@ -201,8 +191,8 @@ class PowerSGD(Compressor):
 
         narrow = buffer.element_size() == 2
         wire = packed.to(buffer.dtype if narrow else torch.float32)
-        sent = wire.to(torch.float32, copy=True) if self._feedback else None
-        yield all_reduce(wire.div_(self._pipeline.world_size))
+        sent = wire.to(torch.float32, copy=True)
+        yield all_reduce(wire.div_(self.pipeline.world_size))
         mean = wire.to(torch.float32)
         self._check(gradients, magnitude(mean))
 
@@ -216,13 +206,22 @@ class PowerSGD(Compressor):
                 self._keep_basis(gradient.name, basis, mean[slot])
 
     @property
+    def _start(self) -> int:
+        if isinstance(self.start_iter, str):
+            raise RuntimeError(
+                f'start_powerSGD_iter={self.start_iter!r} needs the schedule: '
+                'call on_train_start(), or give a number'
+            )
+        return self.start_iter
+
+    @property
     def _is_right(self) -> bool:
         """Which factor is known; all matrices change sides together."""
         return self.compressed_steps % 2 == 0
 
     def _is_exact(self) -> bool:
         """Whether this step is averaged without compression."""
-        if self.step < self.start_iter:
+        if self.step < self._start:
             return True
         known = self._memory.count('basis')
         return self._warm_start and known < len(self._matrices)
@@ -231,9 +230,8 @@ class PowerSGD(Compressor):
         matrix = self._matrices.get(gradient.name)
         if matrix is None:
             return Whole(gradient.flat.numel())
-        if self._warm_start:
-            vectors = self._memory.get('basis', gradient.name)
-        else:
+        vectors = self._memory.get('basis', gradient.name)
+        if vectors is None:  # without warm start
             vectors = self._random_vectors(gradient.name, self.step)
         return Basis(matrix, vectors, self._is_right, self._epsilon)
 

@@ -51,7 +51,8 @@ class StepRecord:
 
     def clear(self) -> None:
         """Forget the step: the next one begins."""
-        self.__init__()
+        self._seen.clear()
+        self._reduced.clear()
 
 
 class _HostCopy:
