@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,23 @@ def test_each_call_finds_the_globals_of_a_new_process(tmp_path):
         before['draws'][:2] = after['draws'][:2]
         assert before.pop('handler') == after.pop('handler')
         assert before == after
+
+
+def start_in_vain(rank, folder):
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            dist.init_process_group(
+                'gloo',
+                init_method=f'file://{folder}/nobody_else',
+                rank=0,
+                world_size=2,
+                timeout=timedelta(seconds=0.2),
+            )
+
+
+def test_group_that_did_not_start_is_no_hindrance(tmp_path):
+    run_ranks(start_in_vain, tmp_path, init=False)
+    run_ranks(process_id, timeout_s=20)
 
 
 def draws_twice(rank):
