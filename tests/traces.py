@@ -1,6 +1,7 @@
 """What a test may not leave behind."""
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -57,6 +58,8 @@ class Traces:
             # One of the backend's, that has run a callback.
             if not isinstance(thread, threading._DummyThread)
         ]
+        if threads:
+            gc.collect()  # perhaps of something in a reference cycle
         for thread in threads:
             thread.join(timeout=1)  # unless it is just ending
         changed = {
