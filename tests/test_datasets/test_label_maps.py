@@ -80,9 +80,12 @@ def test_message_reaches_the_training_from_a_worker(tmp_path):
     _, folders = build('camvid', 'train_dataloader', tmp_path, lazy_init=True)
     path = write_sample(tmp_path, folders, filled(0, pixel=200))
     dataset, _ = build('camvid', 'train_dataloader', tmp_path)
+    batches = iter(DataLoader(dataset, num_workers=1))
     with pytest.raises(ValueError, match='pixels of value 200;') as error:
-        next(iter(DataLoader(dataset, num_workers=1)))
+        next(batches)
     assert str(path) in str(error.value)
+    # The error refers to it; collected as garbage, it waits 5 s for the end.
+    batches._shutdown_workers()
 
 
 def test_classes_of_ones_own(tmp_path):
