@@ -17,6 +17,13 @@ if not (
         allow_module_level=True,
     )
 
+
+@pytest.fixture(autouse=True)
+def _no_monitor_of_progress_bars(monkeypatch):
+    """It is a thread that lives on."""
+    monkeypatch.setattr('tqdm.std.tqdm.monitor_interval', 0)
+
+
 EPS = torch.finfo(torch.float32).eps
 OUT_INDICES = [0, 1, 3]
 # As the files of the two published backbones say.
