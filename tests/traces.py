@@ -87,6 +87,10 @@ def _subgroups():
     dist = sys.modules.get('torch.distributed')
     if dist is None:
         return []
+    from mmcv_custom.compression.pipeline import ENDS_GROUPS
+
+    if not ENDS_GROUPS:
+        return []
     names = dist.distributed_c10d._world.pg_names
     return [name for group, name in names.items() if group != dist.group.WORLD]
 

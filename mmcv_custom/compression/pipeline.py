@@ -18,11 +18,15 @@ import torch.distributed as dist
 from ..contract import Future, completed
 from .collective import Collective
 
-__all__ = ['Pipeline']
+__all__ = ['ENDS_GROUPS', 'Pipeline']
 
 # An idle thread ends at once. One that waits for a rank that is gone is left
 # to the timeout of its group, so that a failed process can end.
 _PATIENCE_S = 2.0
+# gloo of torch 2.1 ends a group with the GIL held, for which the group's own
+# threads may wait, as they let go of tensors. There the groups live on.
+ENDS_GROUPS = torch.__version__ >= '2.14'  # what lies between is not tested
+_living_on: list[dist.ProcessGroup] = []
 
 
 class Pipeline:
@@ -251,6 +255,9 @@ def _close(line: _Line) -> None:
             thread.join(_PATIENCE_S)
             if thread.is_alive():
                 return
+    if not ENDS_GROUPS:
+        _living_on.extend(line.groups[1:])
+        line.groups.clear()
     while len(line.groups) > 1:
         try:
             dist.destroy_process_group(line.groups.pop())

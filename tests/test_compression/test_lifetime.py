@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from mmcv_custom import ddp_hooks
 from mmcv_custom.compression import Int8
+from mmcv_custom.compression.pipeline import ENDS_GROUPS
 from mmcv_custom.contract import adapt_hook
 from tests import toy
 from tests.ranks import run_ranks
@@ -112,6 +113,9 @@ def close(rank, method):
     assert compressor.state_dict()['step'] == 4
 
 
+@pytest.mark.skipif(
+    not ENDS_GROUPS, reason='gloo of this torch may hang as a group ends'
+)
 @pytest.mark.parametrize('method', METHODS)
 def test_nothing_outlives_model_hook_and_group(tmp_path, method):
     """In any order, several times in one process."""
