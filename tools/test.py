@@ -11,6 +11,7 @@ from config_step import (
 )
 from mmengine.config import Config
 from save_predictions import SavePredictions
+from torch.distributed.elastic.multiprocessing.errors import record
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -87,6 +88,7 @@ def build_config(args: argparse.Namespace) -> Config:
     return cfg
 
 
+@record  # puts an error into torchrun's summary
 def main() -> None:
     """Test as the command line says."""
     args = parse_args()

@@ -12,6 +12,7 @@ from config_step import (
 from mmengine.config import Config, ConfigDict
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
+from torch.distributed.elastic.multiprocessing.errors import record
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -61,6 +62,7 @@ def _use_amp(optim_wrapper: ConfigDict) -> None:
     optim_wrapper.loss_scale = 'dynamic'
 
 
+@record  # puts an error into torchrun's summary
 def main() -> None:
     """Train as the command line says."""
     args = parse_args()

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from copy import copy
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any
 
@@ -119,12 +119,7 @@ class Compressor(ABC):
 
     @staticmethod
     def probes(size: int, device: torch.device) -> list[Collective]:
-        """Return small collectives that the backend has to be able to run.
-
-        Args:
-            size: The number of ranks.
-            device: Of the gradients.
-        """
+        """Return small collectives that the backend has to be able to run."""
         return [all_reduce(torch.zeros(1, dtype=torch.float32, device=device))]
 
     def close(self) -> None:
@@ -146,8 +141,11 @@ class Compressor(ABC):
         unbound: dict[str, Any] = {'_parameters': {}, '_names': {}}
         return self.__dict__ | unbound | {'_pipeline': None}
 
+    def __copy__(self) -> 'Compressor':
+        return deepcopy(self)  # two must not share a memory
+
     def settle(self) -> bool:
-        """End the step whose backward pass is over, as the next step does.
+        """End the step, whose backward pass has to be over.
 
         Returns:
             Whether its gradients are finite; True if there is no such step.
@@ -161,6 +159,8 @@ class Compressor(ABC):
 
     def follow_loss_scale(self, loss_scale: float) -> None:
         """Convert what is in units of the gradient to the next loss scale."""
+        if loss_scale and not 2.0**-126 <= loss_scale <= 2.0**126:
+            raise ValueError(f'{loss_scale!r} is no loss scale for float32')
         if loss_scale != self.loss_scale:
             self.settle()
             # After a scale of 0 nothing is left to convert.
@@ -186,10 +186,7 @@ class Compressor(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state of the same rank and world size.
-
-        Args:
-            state: From :meth:`state_dict`; copied.
+        """Take over a state of the same rank and world size; it is copied.
 
         Raises:
             ValueError: If it belongs to another compressor or model. Nothing

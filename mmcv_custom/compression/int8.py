@@ -68,6 +68,9 @@ class Int8(Compressor):
         self._seed = random_seed
         self._plans: dict[tuple[str, ...], Plan] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {'_plans': {}}
+
     @staticmethod
     def probes(size: int, device: torch.device) -> list[Collective]:
         """As in the base class."""

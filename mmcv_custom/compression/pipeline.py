@@ -6,6 +6,7 @@ a stage. This module decides on which thread or stream a stage runs, and
 counts the bytes.
 """
 
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -182,6 +183,7 @@ class _Line:
         error: Of the first bucket that failed. Nothing is issued after it:
             the order would differ from the other ranks'.
         unfinished: Works nobody waits for any more, kept until they are done.
+        process: That has made it.
     """
 
     groups: list[dist.ProcessGroup]
@@ -190,6 +192,7 @@ class _Line:
     threads: list[threading.Thread] = field(default_factory=list)
     error: BaseException | None = None
     unfinished: list[dist.Work] = field(default_factory=list)
+    process: int = field(default_factory=os.getpid)
 
     def start_threads(self) -> None:
         self.inboxes = [SimpleQueue() for _ in self.groups]
@@ -234,6 +237,8 @@ class _Line:
             self.error = self.error or error
             self.unfinished += bucket.works
             bucket.end(error)
+            if stage == 0:  # on the caller's thread, as a Ctrl-C is
+                raise
             return
         if collective is None:
             bucket.end()
@@ -247,6 +252,8 @@ class _Line:
 
 
 def _close(line: _Line) -> None:
+    if os.getpid() != line.process:  # forked, as a data loader's worker is:
+        return  # neither the threads nor those of the groups are here
     if line.threads:
         line.inboxes[0].put(None)
     for thread in line.threads:

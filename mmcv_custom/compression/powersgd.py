@@ -117,8 +117,9 @@ class PowerSGD(Compressor):
             if training.warmup_steps is None:
                 raise ValueError(
                     f'start_powerSGD_iter={WARMUP_END!r}, but '
-                    'param_scheduler has no warm-up: no LinearLR or '
-                    'ConstantLR that starts at 0 below the full rate'
+                    'param_scheduler has no warm-up, no LinearLR or '
+                    'ConstantLR that starts at 0 below the full rate; add '
+                    'one, or give a number of steps, 2 or more'
                 )
             self.start_iter = max(2, training.warmup_steps)
             log.info(
@@ -149,7 +150,7 @@ class PowerSGD(Compressor):
         return super().memory_bytes() + 4 * elements
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), '_logger': None}
+        return super().__getstate__() | {'_logger': None, '_random_parts': {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As in the base class."""

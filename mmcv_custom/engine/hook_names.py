@@ -2,13 +2,18 @@
 
 import difflib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
 from .registry import COMM_HOOKS
 
-__all__ = ['alternatives', 'find_hook', 'normalize_name']
+__all__ = [
+    'alternatives',
+    'find_hook',
+    'normalize_name',
+    'refuse_misspelt_key',
+]
 
 
 def normalize_name(
@@ -68,6 +73,21 @@ def _fold(name: str) -> str:
     return name.lower().replace('-', '_')
 
 
+def refuse_misspelt_key(cfg: Iterable[str]) -> None:
+    """Refuse a config with a key like ``ddp_com_hook``, which nothing reads.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    key = 'ddp_comm_hook'
+    for name in difflib.get_close_matches(key, cfg, cutoff=0.8):
+        if name != key:
+            raise ValueError(
+                f'the config has a key {name!r}, which nothing reads: did '
+                f'you mean {key!r}?'
+            )
+
+
 def find_hook(name: str) -> Callable:
     """Return what is registered or can be imported under a name.
 
@@ -89,7 +109,8 @@ def find_hook(name: str) -> Callable:
         raise ValueError(
             f'unknown ddp_comm_hook {name!r} ({reason}); '
             + alternatives(name, ['none', *COMM_HOOKS.module_dict])
-            + ', and the dotted path of a hook of your own'
+            + ', and the dotted path of a hook of your own in a module that '
+            'can be imported (PYTHONPATH)'
         ) from cause
     if not callable(hook):
         raise TypeError(f'ddp_comm_hook {name!r} is {hook!r}, not a hook')

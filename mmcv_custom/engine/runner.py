@@ -22,6 +22,7 @@ from .changed_weights import forget_changed
 from .complete_weights import is_test, must_fill
 from .ddp_wrapper import CommHookDistributedDataParallel, attach_comm_hook
 from .distributed import init_cpu_group
+from .hook_names import refuse_misspelt_key
 from .hook_state import restore_from_checkpoint, save_beside_checkpoint
 from .hooks import CompressionHook, StateFoldersHook, WrappedModelHook
 from .sharded import gathered_on_rank_0, refuse_overlap
@@ -207,6 +208,7 @@ class CommHookRunner(Runner):
 
     def _parse_hook(self) -> HookSpec | None:
         """Parse the key, at the top level or in the options of our wrapper."""
+        refuse_misspelt_key(self.cfg)
         options = self.cfg.get('model_wrapper_cfg')
         spec = HookSpec.parse(self.cfg.get('ddp_comm_hook'))
         holder = self.cfg

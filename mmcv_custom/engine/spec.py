@@ -139,8 +139,10 @@ class HookSpec:
         hook, knobs = _bind_knobs(self.target, self.knobs, process_group)
         instance = hook if inspect.isclass(self.target) else None
         name = self.type
-        if knobs:
-            name += '[' + ', '.join(f'{k}={v}' for k, v in knobs.items()) + ']'
+        # What is no plain data may print otherwise in another process.
+        shown = [f'{k}={v}' for k, v in knobs.items() if _is_plain(v)]
+        if shown:
+            name += f'[{", ".join(shown)}]'
         hook = adapt_hook(hook, name)
         if self.wrapper is not None:
             name = f'{self.wrapper}_wrapper({name})'
@@ -199,6 +201,14 @@ def _knob_parameters(target: Callable) -> dict[str, inspect.Parameter]:
         if p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)
         and not (inspect.isclass(target) and p.name == 'process_group')
     }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _check_wrapper(wrapper: str | None, name: str) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import pickle
 import threading
 from datetime import timedelta
@@ -211,3 +212,44 @@ def copies(rank):
 
 def test_copies_and_pickles_hold_the_state_and_are_not_bound():
     run_ranks(copies)
+
+
+def collect_in_a_child(rank):
+    box = [train(rank, 'int8')]
+    process = os.fork()
+    if process == 0:
+        box.clear()
+        gc.collect()
+        os._exit(7)
+    _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    # And here all is as before.
+    ddp, _ = box.pop()
+    toy.train_step(ddp, rank)
+
+
+def test_forked_process_ends_nothing_of_its_parent():
+    """As a worker of a data loader that collects a model does."""
+    run_ranks(collect_in_a_child, timeout_s=30)
+
+
+def share_nothing(rank):
+    _, compressor = train(rank, 'int8')
+    error = compressor.state_dict()['tensors']['error']
+    before = {name: tensor.clone() for name, tensor in error.items()}
+    copied = copy.copy(compressor)
+    # Another model, whose parameters have the names and other sizes.
+    other = torch.nn.Sequential(
+        torch.nn.Linear(12, 10), torch.nn.Tanh(), torch.nn.Linear(10, 6)
+    )
+    copied.load_counters({})
+    ddp = toy.make_ddp(other)
+    ddp.register_comm_hook(None, adapt_hook(copied.bind(ddp)))
+    toy.train_step(ddp, rank)
+    copied.settle()
+    for name, tensor in compressor.state_dict()['tensors']['error'].items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_a_copy_shares_no_memory():
+    run_ranks(share_nothing)

@@ -84,3 +84,25 @@ def fail_to_issue(rank):
 def test_collective_that_cannot_be_issued_ends_the_backward_pass():
     with pytest.raises(AssertionError, match=r'rank \d failed'):
         run_ranks(fail_to_issue, timeout_s=30)
+
+
+class Interrupted(Int8):
+    """As a Ctrl-C while the first stage computes."""
+
+    def _stages(self, buffer, gradients):
+        if self.step == 1:
+            raise KeyboardInterrupt
+        yield from super()._stages(buffer, gradients)
+
+
+def interrupt(rank):
+    ddp = toy.make_ddp()
+    ddp.register_comm_hook(None, adapt_hook(Interrupted().bind(ddp)))
+    toy.train_step(ddp, rank, 0)
+    with pytest.raises(KeyboardInterrupt):
+        toy.train_step(ddp, rank, 1)
+    return True
+
+
+def test_interrupt_on_the_callers_thread_stays_one():
+    assert run_ranks(interrupt, fresh=True) == [True] * 2

@@ -1,5 +1,8 @@
 """CamVid's classes, and files as MMSegmentation's pipeline reads them."""
 
+import re
+from pathlib import Path
+
 import cv2
 import numpy as np
 
@@ -48,3 +51,38 @@ def test_labels_arrive_as_they_are_stored(tmp_path):
     loaded = dataset[0]['data_samples'].gt_sem_seg.data.numpy()[0]
     # Class 0 stays a class, and void stays void.
     np.testing.assert_array_equal(loaded, label)
+
+
+def test_published_layout_becomes_ours_as_the_documentation_says(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    label = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    for split in ('train', 'val'):
+        for folder in (split, f'{split}annot'):
+            Path('CamVid', folder).mkdir(parents=True)
+        picture = np.full((3, 4, 3), 200, np.uint8)
+        cv2.imwrite(f'CamVid/{split}/a.png', picture)
+        cv2.imwrite(f'CamVid/{split}annot/a.png', label)
+    text = (Path(__file__).parents[2] / 'docs/experiments.md').read_text()
+    (code,) = (
+        block
+        for block in re.findall(r'```python\n(.*?)```', text, re.DOTALL)
+        if 'annot' in block
+    )
+    exec(code, {})
+    label[-1, -1] = 255
+    for split in ('train', 'val'):
+        dataset = CamVidDataset(
+            data_root='data/camvid',
+            data_prefix={
+                'img_path': f'img_dir/{split}',
+                'seg_map_path': f'ann_dir/{split}',
+            },
+            pipeline=PIPELINE,
+        )
+        assert len(dataset) == 1
+        sample = dataset[0]
+        loaded = sample['data_samples'].gt_sem_seg.data.numpy()[0]
+        np.testing.assert_array_equal(loaded, label)
+        assert abs(sample['inputs'].float() - 200).max() <= 4

@@ -11,11 +11,13 @@ from mmcv_custom.compression import Int8, PowerSGD
 from mmcv_custom.ddp_hooks import fp16_compress_hook, fp16_compress_wrapper
 from mmcv_custom.engine import (
     COMM_HOOKS,
+    CommHookRunner,
     build_comm_hook,
     normalize_comm_hook,
 )
 from tests import user_hooks
 from tests.ranks import run_ranks
+from tests.test_engine.toy_runner import make_cfg
 
 DOTTED = 'tests.user_hooks.scaled'
 
@@ -267,3 +269,10 @@ def test_pure_python_config_is_loaded_and_dumped(tmp_path):
         assert build_comm_hook(loaded.users_class).name == (
             'tests.user_hooks.Stateful[factor=0.5]'
         )
+
+
+def test_a_misspelt_key_is_refused(tmp_path):
+    cfg = make_cfg(tmp_path, launcher='none')
+    cfg['cfg']['ddp_com_hook'] = 'fp16'
+    with pytest.raises(ValueError, match="did you mean 'ddp_comm_hook'"):
+        CommHookRunner(**cfg)

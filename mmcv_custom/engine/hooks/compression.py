@@ -36,10 +36,11 @@ class CompressionHook(Hook):
 
     def before_train(self, runner) -> None:
         """Log the memory; let the instance see and refuse the training."""
-        if hasattr(self.instance, 'memory_bytes'):
+        nbytes = getattr(self.instance, 'memory_bytes', int)()
+        if nbytes:
             runner.logger.info(
                 'Gradient compression keeps '
-                f'{self.instance.memory_bytes() / 2**20:.1f} MiB per process'
+                f'{nbytes / 2**20:.1f} MiB per process'
             )
         if hasattr(self.instance, 'on_train_start'):
             iters = accumulated_iters(runner.optim_wrapper)
@@ -53,6 +54,16 @@ class CompressionHook(Hook):
             )
         self._follow_loss_scale(runner)
         if getattr(self.instance, 'may_overflow', False):
+            missing = [
+                name
+                for name in ('settle', 'skipped_steps')
+                if not hasattr(self.instance, name)
+            ]
+            if missing:
+                raise TypeError(
+                    f'{type(self.instance).__name__}.may_overflow needs '
+                    + ' and '.join(missing)
+                )
             for wrapper in optim_wrappers(runner.optim_wrapper).values():
                 if not hasattr(wrapper, 'loss_scaler'):
                     self._leave_out_overflows(runner, wrapper.optimizer)
