@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from mmcv_custom.compression.pipeline import ENDS_GROUPS
 from tests.rank_process import Call, serve
 
 # Forked from a server that has imported the heavy packages and nothing else.
@@ -78,6 +79,8 @@ def run_ranks(
         AssertionError: With the traceback of the first rank that failed,
             or where each hangs.
     """
+    # Where ending a group may hang, the processes end with it.
+    fresh = fresh or not ENDS_GROUPS
     ranks = [
         _idle.pop() if _idle and not fresh else _Rank()
         for _ in range(world_size)
