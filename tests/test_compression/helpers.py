@@ -15,6 +15,12 @@ from mmcv_custom.contract import adapt_hook
 from tests.toy import make_ddp
 
 METHODS = {'powersgd': PowerSGD, 'int8': Int8, 'fp16_scaled': ScaledFP16}
+# With which each compresses small models after two steps, and feeds back.
+KNOBS = {
+    'powersgd': {'start_powerSGD_iter': 2, 'min_compression_rate': 0.5},
+    'int8': {'use_error_feedback': True},
+    'fp16_scaled': {},
+}
 # Half the spacing of numbers around 1: the relative error of one rounding.
 ROUNDING = {
     torch.float32: 2.0**-24,

@@ -18,16 +18,12 @@ from mmcv_custom.contract import adapt_hook
 from tests import toy
 from tests.ranks import run_ranks
 from tests.test_compression.helpers import (
+    KNOBS,
     METHODS,
     assert_same_bits,
     start,
 )
 
-KNOBS = {
-    'powersgd': {'start_powerSGD_iter': 2, 'min_compression_rate': 0.5},
-    'int8': {'use_error_feedback': True},
-    'fp16_scaled': {},
-}
 ROUNDS = 4
 
 

@@ -8,13 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmcv_custom.contract import adapt_hook
 from mmcv_custom.ddp_hooks import fp16_compress_wrapper
 from tests.ranks import run_ranks
-from tests.test_compression.helpers import METHODS
-
-KNOBS = {
-    'powersgd': {'start_powerSGD_iter': 2, 'min_compression_rate': 0.5},
-    'int8': {'use_error_feedback': True},
-    'fp16_scaled': {},
-}
+from tests.test_compression.helpers import KNOBS, METHODS
 
 
 class Odd(torch.nn.Module):
