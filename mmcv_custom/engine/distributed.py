@@ -1,8 +1,10 @@
 """Start a process group on CPU, which MMEngine cannot."""
 
+import atexit
 import inspect
 import os
 import subprocess
+import sys
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,6 +12,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from ..compression.pipeline import ENDS_GROUPS
 from .network import find_interface, list_interfaces
 
 __all__ = ['init_cpu_group']
@@ -37,6 +40,10 @@ def init_cpu_group(
     gloo takes the network interface that the host's name stands for, which
     is the loopback on many machines. Here it takes the one that reaches the
     other machines, unless ``GLOO_SOCKET_IFNAME`` names one.
+
+    The group ends with the process, unless somebody has ended it before:
+    threads of gloo that outlive the interpreter may abort a process that has
+    finished its work.
 
     Args:
         launcher: ``'pytorch'`` (torchrun's environment variables) or
@@ -79,6 +86,16 @@ def init_cpu_group(
         _init_gloo(backend, limit, **options)
     else:
         dist.init_process_group(backend, timeout=limit, **options)
+    if ENDS_GROUPS:
+        atexit.register(_end_group, os.getpid())
+
+
+def _end_group(process: int) -> None:
+    """End what is left of the group, in the process that has started it."""
+    # After an error other processes may never come to what gloo waits for.
+    failed = hasattr(sys, 'last_type')
+    if os.getpid() == process and dist.is_initialized() and not failed:
+        dist.destroy_process_group()
 
 
 def _init_gloo(

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 import sys
 from unittest import mock
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mmcv_custom.compression.pipeline import ENDS_GROUPS
 from mmcv_custom.engine.distributed import init_cpu_group
 from mmcv_custom.engine.network import find_interface
 from tests.ranks import run_ranks
@@ -147,3 +149,32 @@ def test_interface_that_does_not_exist_is_named():
 def test_no_route_names_the_address():
     with pytest.raises(OSError, match='no address of MASTER_ADDR'):
         find_interface(None, 0, 2, 'no.such.host.invalid')
+
+
+@pytest.mark.skipif(not ENDS_GROUPS, reason='gloo may hang in it')
+@pytest.mark.parametrize('end', ['', 'raise SystemExit(0)', '1 / 0'], ids=str)
+def test_group_ends_with_the_process(end):
+    script = f"""
+import atexit
+import torch.distributed as dist
+atexit.register(lambda: print('left:', dist.is_initialized()))
+from mmcv_custom.engine.distributed import init_cpu_group
+init_cpu_group('pytorch')
+{end}
+"""
+    environment = {
+        **os.environ,
+        'RANK': '0',
+        'WORLD_SIZE': '1',
+        'MASTER_ADDR': '127.0.0.1',
+        'MASTER_PORT': free_port(),
+    }
+    result = subprocess.run(
+        [sys.executable, '-c', script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    # After an error it is left alone: others may not come to its end.
+    assert result.stdout.split() == ['left:', str(end == '1 / 0')]
