@@ -51,8 +51,8 @@ COMPRESSORS = [
     Mutant(
         'stages share a process group',
         'compression/pipeline.py',
-        'self._line.groups.append(_same_ranks(group))',
-        'self._line.groups.append(group)',
+        'collective.issue(self.groups[stage][traffic.scope])',
+        'collective.issue(self.groups[0][traffic.scope])',
         ('test_compression/test_soak.py::test_soak[int8]',),
     ),
     Mutant(
@@ -89,8 +89,8 @@ COMPRESSORS = [
     Mutant(
         'rounding of the mean is not scaled by the world size',
         'compression/int8.py',
-        'self._keep_roundings(torch.cat(roundings) * size, inputs, plan)',
-        'self._keep_roundings(torch.cat(roundings), inputs, plan)',
+        'rests = rests.mul_(self.topology.size)',
+        'pass',
         ('test_compression/test_int8.py::test_feedback_loses_nothing',),
     ),
     Mutant(

@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from mmcv_custom.compression.pipeline import ENDS_GROUPS
+from mmcv_custom.compression.groups import ENDS_GROUPS
 from tests.rank_process import Call, serve
 
 # Forked from a server that has imported the heavy packages and nothing else.

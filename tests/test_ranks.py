@@ -20,7 +20,7 @@ from mmengine.logging import MessageHub, MMLogger
 from mmengine.registry import DefaultScope
 
 from mmcv_custom import ddp_hooks
-from mmcv_custom.compression.pipeline import ENDS_GROUPS
+from mmcv_custom.compression.groups import ENDS_GROUPS
 from tests.ranks import run_ranks
 from tests.toy import make_ddp
 from tests.traces import Traces, group_lives

@@ -87,7 +87,7 @@ def _subgroups():
     dist = sys.modules.get('torch.distributed')
     if dist is None:
         return []
-    from mmcv_custom.compression.pipeline import ENDS_GROUPS
+    from mmcv_custom.compression.groups import ENDS_GROUPS
 
     if not ENDS_GROUPS:
         return []

@@ -1,9 +1,21 @@
-"""Communication hooks that do more than cast, and what they share."""
+"""Communication hooks with a bill, and those that do more than cast."""
 
+from .average import BF16, FP16, AllReduce
 from .compressor import Compressor
+from .exchange import Exchange
 from .fp16_scaled import ScaledFP16
 from .int8 import Int8
 from .powersgd import PowerSGD
 from .training import Training
 
-__all__ = ['Compressor', 'Int8', 'PowerSGD', 'ScaledFP16', 'Training']
+__all__ = [
+    'BF16',
+    'FP16',
+    'AllReduce',
+    'Compressor',
+    'Exchange',
+    'Int8',
+    'PowerSGD',
+    'ScaledFP16',
+    'Training',
+]

@@ -1,8 +1,6 @@
-"""Gradients in blocks, and which rank averages which block."""
+"""Gradients in blocks, as codes with a scale per block."""
 
 import sys
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import torch
 
@@ -11,92 +9,27 @@ from .gradient import CHUNK
 __all__ = [
     'BLOCK',
     'RECORD',
-    'Plan',
+    'average',
     'blocks_of',
-    'make_plan',
+    'chunk_of',
+    'copy_blocks',
+    'decode',
+    'encode',
+    'noise_for',
     'num_blocks',
-    'quantize',
-    'read',
-    'write',
+    'scales_of',
 ]
 
 # A block travels as its codes followed by their scale, a float32. A scale is
 # 1.6 % of 256 codes.
 BLOCK = 256
 RECORD = BLOCK + 4
-# On CPU, so many blocks are worked on, and travel, at a time.
+# On CPU, so that they stay in the cache.
 _CHUNK = CHUNK // BLOCK
 # A scale is a 127th of a block's largest value, less what keeps the product of
 # the two, rounded, within it: else float32's largest would come back as Inf.
 _SCALE = (1 - 2**-22) / 127
 _TINY = torch.finfo(torch.float32).tiny
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which rank averages which blocks of a bucket.
-
-    Attributes:
-        rows: Of each gradient, the numbers of its blocks in the bucket.
-        first_blocks: Of each gradient, the number of its first block among
-            those of the whole model. Block i belongs to rank i modulo n.
-        by_owner: (pieces, n, piece length), int64: the blocks by their rank;
-            the number after the last block stands for padding.
-        by_bucket: (number of blocks,), int64: the inverse.
-    """
-
-    rows: list[range]
-    first_blocks: list[int]
-    by_owner: torch.Tensor
-    by_bucket: torch.Tensor
-
-    @property
-    def num_blocks(self) -> int:
-        """Of the bucket."""
-        return len(self.by_bucket)
-
-
-def make_plan(
-    first_blocks: list[int],
-    counts: list[int],
-    size: int,
-    device: torch.device,
-) -> Plan:
-    """Share out the blocks of a bucket.
-
-    Args:
-        first_blocks: See :class:`Plan`.
-        counts: Of each gradient, the number of its blocks.
-        size: The number of ranks.
-        device: Of the gradients.
-    """
-    ends = [0, *accumulate(counts)]
-    owner = torch.cat(
-        [
-            torch.arange(first, first + count, device='cpu') % size
-            for first, count in zip(first_blocks, counts, strict=True)
-        ]
-    )
-    length = int(torch.bincount(owner, minlength=size).max())
-    pieces = -(-length // _chunk(device))
-    piece_length = -(-length // pieces)
-    by_owner = torch.full(
-        (size, pieces * piece_length),
-        len(owner),
-        dtype=torch.int64,
-        device='cpu',
-    )
-    for rank in range(size):
-        blocks = (owner == rank).nonzero().flatten()
-        by_owner[rank, : len(blocks)] = blocks
-    by_owner = by_owner.view(size, pieces, -1).transpose(0, 1).contiguous()
-    by_bucket = by_owner.flatten().argsort()[: len(owner)]
-    return Plan(
-        [range(*pair) for pair in pairwise(ends)],
-        first_blocks,
-        by_owner.to(device),
-        by_bucket.to(device),
-    )
 
 
 def num_blocks(tensor: torch.Tensor) -> int:
@@ -111,7 +44,7 @@ def blocks_of(values: torch.Tensor) -> list[tuple[torch.Tensor, slice]]:
     """
     full = values.numel() // BLOCK
     blocks = values[: full * BLOCK].view(full, BLOCK)
-    chunk = _chunk(values.device)
+    chunk = chunk_of(values.device)
     views = [
         (blocks[i : i + chunk], slice(i, min(i + chunk, full)))
         for i in range(0, full, chunk)
@@ -122,7 +55,19 @@ def blocks_of(values: torch.Tensor) -> list[tuple[torch.Tensor, slice]]:
     return views
 
 
-def _chunk(device: torch.device) -> int:
+def copy_blocks(values: torch.Tensor, which: slice, out: torch.Tensor) -> None:
+    """Copy some of the blocks of (numel,) to (rows, block), of any dtype."""
+    full = values.numel() // BLOCK
+    whole = values[: full * BLOCK].view(full, BLOCK)[which]
+    out[: len(whole)] = whole
+    if len(out) > len(whole):  # the last one, which is shorter
+        rest = values[full * BLOCK :]
+        out[-1, : len(rest)] = rest
+        out[-1, len(rest) :] = 0
+
+
+def chunk_of(device: torch.device) -> int:
+    """Return how many blocks are worked on, and travel, at a time."""
     return _CHUNK if device.type == 'cpu' else sys.maxsize
 
 
@@ -167,3 +112,87 @@ def write(
 def read(records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes (blocks, 256), int8, and scales (blocks, 1), float32."""
     return records[:, :BLOCK], records[:, BLOCK:].view(torch.float32)
+
+
+def scales_of(records: torch.Tensor) -> torch.Tensor:
+    """Return the scales of (blocks, RECORD), float32, as (blocks, 1)."""
+    return read(records)[1]
+
+
+def encode(
+    values: torch.Tensor,
+    noise: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    keep_rest: bool,
+    out: torch.Tensor,
+) -> None:
+    """Quantise (numel,), float32.
+
+    Args:
+        values: Overwritten with what the codes do not hold, if that is kept.
+        noise: (blocks, block); see :func:`quantize`.
+        factor: Of the codes, 0 or 1, of shape (); None is 1.
+        keep_rest: Whether to.
+        out: Records, (blocks, RECORD), int8.
+    """
+    for blocks, part in blocks_of(values):
+        codes, scale = quantize(blocks, None if noise is None else noise[part])
+        if factor is not None:
+            codes.mul_(factor)
+        write(out[part], codes, scale)
+        if keep_rest:
+            blocks.addcmul_(codes, scale, value=-1)
+
+
+def average(
+    records: torch.Tensor,
+    size: int,
+    noise: torch.Tensor | None,
+    keep_rest: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Average what several ranks have sent, and quantise that.
+
+    Args:
+        records: (ranks, blocks, RECORD), int8.
+        size: What their sum is divided by.
+        noise: (blocks, block); see :func:`quantize`.
+        keep_rest: Whether to return what the codes do not hold.
+        out: Records, (blocks, RECORD), int8.
+
+    Returns:
+        The average, or that rest of it, (blocks, block), float32.
+    """
+    mean = records.new_zeros((records.shape[1], BLOCK), dtype=torch.float32)
+    for part in records:  # of rank 0, 1, ...: alike on every rank
+        codes, scale = read(part)
+        mean.addcmul_(codes.to(torch.float32), scale / size)
+    codes, scale = quantize(mean, noise)
+    write(out, codes, scale)
+    return mean.addcmul_(codes, scale, value=-1) if keep_rest else mean
+
+
+def decode(
+    records: torch.Tensor, places: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Write the values of some records to (numel,), of any dtype.
+
+    Args:
+        records: (any, RECORD), int8.
+        places: (blocks,), int64: where those of ``out`` are in them.
+        out: Overwritten.
+    """
+    for blocks, part in blocks_of(out):
+        codes, scale = read(records.index_select(0, places[part]))
+        blocks.copy_(codes[:, : blocks.shape[1]]).mul_(scale)
+
+
+def noise_for(generator: torch.Generator, num_blocks: int) -> torch.Tensor:
+    """Return numbers to round by, uniform in [0, 1), (blocks, block)."""
+    return torch.rand(
+        num_blocks,
+        BLOCK,
+        generator=generator,
+        dtype=torch.float32,
+        device=generator.device,
+    )

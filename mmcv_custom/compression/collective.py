@@ -1,4 +1,4 @@
-"""Collectives that are described before they are issued."""
+"""Collectives that are described before they are issued, and their bytes."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,77 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-__all__ = ['Collective', 'all_gather', 'all_reduce', 'all_to_all']
+from .topology import Scope, Topology
+
+__all__ = [
+    'Collective',
+    'Sent',
+    'Traffic',
+    'all_gather',
+    'all_reduce',
+    'all_to_all',
+]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that are sent.
+
+    Attributes:
+        rank: By a rank, to other ranks.
+        node: By all ranks of its machine together, to other machines.
+    """
+
+    rank: int = 0
+    node: int = 0
+
+    def __add__(self, other: 'Sent') -> 'Sent':
+        return Sent(self.rank + other.rank, self.node + other.node)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a collective moves, known without running it.
+
+    Attributes:
+        operation: 'all_reduce', 'all_to_all' or 'all_gather'.
+        nbytes: Of the tensor that each rank puts in.
+        scope: Between whom it runs.
+    """
+
+    operation: str
+    nbytes: int
+    scope: Scope = 'all'
+
+    def sent(self, topology: Topology, rank: int) -> Sent:
+        """Return what a rank and its machine send.
+
+        By the algorithms that send the least of each: a ring for all_reduce
+        and all_gather, where each rank sends to the next one, so that a
+        machine of consecutive ranks sends as much as one of them; and
+        all_to_all by pairs, where every rank sends to all others.
+        """
+        size = len(topology.members(self.scope, rank))
+        if size == 1:
+            return Sent()
+        if self.operation == 'all_reduce':
+            sent = math.ceil(2 * (size - 1) * self.nbytes / size)
+        elif self.operation == 'all_gather':
+            sent = (size - 1) * self.nbytes
+        else:
+            sent = (size - 1) * self.nbytes // size
+        return Sent(sent, self._leaving(sent, topology, rank))
+
+    def _leaving(self, sent: int, topology: Topology, rank: int) -> int:
+        node = topology.node_of(rank)
+        if self.scope == 'node':
+            return 0
+        if self.scope == 'peers':
+            return sent * len(node)
+        outside = topology.size - len(node)
+        if self.operation == 'all_to_all':
+            return sent * len(node) * outside // (topology.size - 1)
+        return sent * sum((r + 1) % topology.size not in node for r in node)
 
 
 @dataclass(frozen=True)
@@ -15,28 +85,25 @@ class Collective:
     """A collective that has not been issued yet.
 
     Attributes:
-        name: Of the operation.
+        traffic: What it moves, and between whom.
         issue: Called with a process group; starts it and returns its Works.
-        sent_bytes: Called with the group size n; what one rank sends, by the
-            algorithm that sends the least: a ring for all_reduce,
-            2(n-1)/n of the tensor, rounded up.
     """
 
-    name: str
+    traffic: Traffic
     issue: Callable[[dist.ProcessGroup], list[dist.Work]]
-    sent_bytes: Callable[[int], int]
 
 
-def all_reduce(tensor: torch.Tensor) -> Collective:
+def all_reduce(tensor: torch.Tensor, scope: Scope = 'all') -> Collective:
     """Sum a tensor of any shape and dtype over the ranks, in place."""
     return Collective(
-        'all_reduce',
+        Traffic('all_reduce', tensor.nbytes, scope),
         lambda group: [dist.all_reduce(tensor, group=group, async_op=True)],
-        lambda size: math.ceil(2 * (size - 1) * tensor.nbytes / size),
     )
 
 
-def all_to_all(output: torch.Tensor, rows: torch.Tensor) -> Collective:
+def all_to_all(
+    output: torch.Tensor, rows: torch.Tensor, scope: Scope = 'all'
+) -> Collective:
     """Send ``rows[:, i]`` to rank i; its own comes to ``output[:, i]``.
 
     Args:
@@ -44,9 +111,10 @@ def all_to_all(output: torch.Tensor, rows: torch.Tensor) -> Collective:
         rows: Of the same shape and dtype. Each piece is a collective of its
             own: gloo sends and receives one large message mostly one after
             the other, and several smaller ones at the same time.
+        scope: Between whom; n is their number.
     """
     return Collective(
-        'all_to_all',
+        Traffic('all_to_all', rows.nbytes, scope),
         lambda group: [
             # None only where it is not asynchronous
             dist.all_to_all_single(  # type: ignore[misc]
@@ -54,23 +122,24 @@ def all_to_all(output: torch.Tensor, rows: torch.Tensor) -> Collective:
             )
             for piece in zip(output, rows, strict=True)
         ],
-        lambda size: (size - 1) * rows.nbytes // size,
     )
 
 
-def all_gather(output: torch.Tensor, row: torch.Tensor) -> Collective:
+def all_gather(
+    output: torch.Tensor, row: torch.Tensor, scope: Scope = 'all'
+) -> Collective:
     """Collect ``row`` of rank i in ``output[:, i]``.
 
     Args:
         output: Shape (pieces, n, ...), contiguous; see :func:`all_to_all`.
         row: Shape (pieces, ...), of the same dtype.
+        scope: Between whom; n is their number.
     """
     # Not all_gather_into_tensor, which gloo of torch 2.1 does not have.
     return Collective(
-        'all_gather',
+        Traffic('all_gather', row.nbytes, scope),
         lambda group: [
             dist.all_gather([*out], part, group=group, async_op=True)
             for out, part in zip(output, row, strict=True)
         ],
-        lambda size: (size - 1) * row.nbytes,
     )

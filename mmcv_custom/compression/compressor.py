@@ -1,8 +1,8 @@
 """What all compressors have in common."""
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from copy import copy, deepcopy
 from functools import partial
 from typing import Any
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..contract import Future, completed, dense_buffer
-from ..parameters import reduced_parameters
-from .collective import Collective, all_reduce
+from ..contract import Future
+from .collective import Collective, Traffic, all_reduce
+from .exchange import Exchange
 from .gradient import (
     Gradient,
     float32_like,
@@ -23,18 +23,15 @@ from .gradient import (
     split,
 )
 from .memory import StepMemory
-from .pipeline import Pipeline
+from .nodes import numel_by_dtype, sum_traffic
 from .step import StepRecord
+from .topology import Topology
 
 __all__ = ['Compressor']
 
 
-class Compressor(ABC):
-    """A communication hook of several stages that may keep a state.
-
-    An instance is the hook: ``ddp.register_comm_hook(None,
-    adapt_hook(PowerSGD().bind(ddp)))``. The future it returns yields the
-    bucket's own buffer, averaged.
+class Compressor(Exchange):
+    """An exchange that may lose something, and may keep a state.
 
     What it keeps is kept by parameter name, because DDP re-lays its buckets,
     and changes by whole steps: when any bucket of a step is not finite, on
@@ -48,101 +45,62 @@ class Compressor(ABC):
         skipped_steps: How many were not finite.
     """
 
-    collectives = 1  # that a bucket has at most, one after the other
     may_overflow = False  # whether finite gradients may come out as Inf
     _feedback = False  # whether there is an error memory
     # The attributes that are saved beside the tensors.
     _counters: tuple[str, ...] = ('step', 'skipped_steps', 'loss_scale')
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        node_aware: bool | None = None,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        super().__init__(node_aware, ranks_per_node)
         self.step = 0
         self.skipped_steps = 0
         self.loss_scale = 1.0
         self._memory = StepMemory()
-        self._pipeline: Pipeline | None = None
-        self._parameters: dict[str, torch.nn.Parameter] = {}
-        self._names: dict[int, str] = {}
         self._some_unused = False
         self._record = StepRecord()
 
     def bind(self, ddp: DistributedDataParallel) -> 'Compressor':
-        """Take the process group and the parameters of a wrapped model, once.
-
-        All ranks of its group have to call this alike; returns itself. What
-        it starts ends with :meth:`close`.
-        """
-        if self._pipeline is not None:
-            raise RuntimeError(f'{type(self).__name__} is bound already')
-        self._parameters = reduced_parameters(ddp)
-        self._names = {id(p): name for name, p in self._parameters.items()}
+        """As in the base class."""
+        super().bind(ddp)
         self._some_unused = ddp.find_unused_parameters or ddp.static_graph
-        device = next(iter(self._parameters.values())).device
-        self._pipeline = Pipeline(ddp.process_group, device, self.collectives)
         return self
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
-        """Average a bucket; the buffer, of shape (numel,), is overwritten.
-
-        Args:
-            state: Not used.
-            bucket: Gradients of the model that was bound.
-
-        Raises:
-            RuntimeError: Without :meth:`bind`, or if an earlier exchange
-                failed.
-            TypeError: If the gradients are sparse.
-        """
-        pipeline = self.pipeline
-        buffer = dense_buffer(type(self).__name__, bucket)
+        """As in the base class; ends the step before, if nobody has."""
         parameters = bucket.parameters()
         if self._record.has_any(parameters):
             self.settle()
-        if not buffer.numel():
-            return completed(buffer)
-        if is_compressible(parameters[0]):
-            gradients = split(buffer, parameters, self._names)
-            stages = self._checked(buffer, gradients)
-        else:
-            stages = self._average(buffer, [])
-        future = pipeline.start(stages, buffer)
+        future = super().__call__(state, bucket)
         self._record.add(parameters)
         return future
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """Of the bound model; it knows the group's size and this rank."""
-        if self._pipeline is None:
-            raise RuntimeError(
-                f'{type(self).__name__}: call bind(ddp) before registering'
-            )
-        return self._pipeline
-
-    @staticmethod
-    def probes(size: int, device: torch.device) -> list[Collective]:
-        """Return small collectives that the backend has to be able to run."""
-        return [all_reduce(torch.zeros(1, dtype=torch.float32, device=device))]
-
-    def close(self) -> None:
-        """End threads and process groups, after the last backward pass.
-
-        The state stays. Also done when the model and the hook are collected.
-        """
-        if self._pipeline is not None:
-            self._pipeline.close()
-
-    @property
-    def sent_bytes(self) -> int:
-        """What this rank has sent so far, in bytes; see ``Collective``."""
-        return self._pipeline.sent_bytes if self._pipeline else 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles hold the state, but are not bound."""
         self.settle()
-        unbound: dict[str, Any] = {'_parameters': {}, '_names': {}}
-        return self.__dict__ | unbound | {'_pipeline': None}
+        return super().__getstate__()
 
     def __copy__(self) -> 'Compressor':
         return deepcopy(self)  # two must not share a memory
+
+    def traffic(
+        self,
+        parameters: Sequence[torch.Tensor],
+        topology: Topology,
+        bucket_dtype: torch.dtype | None = None,
+    ) -> list[Traffic] | None:
+        """As in the base class; of a step that is compressed."""
+        wide = [p for p in parameters if is_compressible(p)]
+        traffic = self._compressed_traffic(wide, topology, bucket_dtype)
+        if traffic is None:
+            return None
+        others = [p for p in parameters if not is_compressible(p)]
+        for dtype, numel in numel_by_dtype(others).items():
+            traffic += sum_traffic(numel, dtype, dtype)
+        return traffic
 
     def settle(self) -> bool:
         """End the step, whose backward pass has to be over.
@@ -224,10 +182,22 @@ class Compressor(ABC):
         The last stage calls :meth:`_check` with what has been reduced.
         """
 
-    def _checked(
-        self, buffer: torch.Tensor, gradients: list[Gradient]
+    def _compressed_traffic(
+        self,
+        parameters: Sequence[torch.Tensor],
+        topology: Topology,
+        bucket_dtype: torch.dtype | None,
+    ) -> list[Traffic] | None:
+        """As :meth:`traffic`, of those that are real and wide; or None."""
+        return None
+
+    def _exchange(
+        self, buffer: torch.Tensor, parameters: list[torch.Tensor]
     ) -> Iterator[Collective]:
-        """The stages; what they leave in 16 bits is checked, too."""
+        if not is_compressible(parameters[0]):
+            yield from self._average(buffer, [])
+            return
+        gradients = split(buffer, parameters, self._names)
         yield from self._stages(buffer, gradients)
         if buffer.element_size() == 2:
             self._check(gradients, magnitude(buffer))
@@ -236,7 +206,7 @@ class Compressor(ABC):
         self, buffer: torch.Tensor, gradients: list[Gradient]
     ) -> Iterator[Collective]:
         """The exchange without compression."""
-        yield all_reduce(buffer.div_(self.pipeline.world_size))
+        yield all_reduce(buffer.div_(self.topology.size))
         self._check(gradients, magnitude(buffer))
 
     def _check(self, gradients: list[Gradient], sizes: torch.Tensor) -> None:
@@ -262,7 +232,7 @@ class Compressor(ABC):
         if not self._feedback:
             return gradient.flat.to(torch.float32, copy=True)
         error = self._memory.get('error', gradient.name)
-        make = partial(float32_like, gradient.parameter)
+        make = partial(self._error_like, gradient.name)
         work = in_memory_order(
             self._memory.write('error', gradient.name, make)
         )
@@ -270,13 +240,18 @@ class Compressor(ABC):
             return work.copy_(gradient.flat)
         return torch.add(gradient.flat, in_memory_order(error), out=work)
 
+    def _error_like(self, name: str) -> torch.Tensor:
+        """Return an empty tensor for the error memory of a parameter."""
+        return float32_like(self._parameters[name])
+
     def _used(self, gradient: Gradient) -> torch.Tensor | None:
         """Return a factor of what a gradient sends: 0 or 1; None is 1.
 
         DDP gives no gradient to a parameter that no rank has used, whatever
         was sent for it: its error memory has to stay where it is.
         """
-        if not (self._some_unused and self._feedback):
+        needed = self._some_unused and self._feedback
+        if not needed or not gradient.flat.numel():
             return None
         return magnitude(gradient.flat) != 0
 
@@ -286,12 +261,12 @@ class Compressor(ABC):
         """Copy a loaded tensor to the device, in the parameter's layout."""
         if name not in self._parameters:
             raise ValueError(f'the state is of another model: {name!r}')
-        parameter = self._parameters[name]
         if kind != 'error':
-            return tensor.to(parameter.device, copy=True)
-        if tensor.shape != parameter.shape:
+            return tensor.to(self._parameters[name].device, copy=True)
+        memory = self._error_like(name)
+        if tensor.shape != memory.shape:
             raise ValueError(
                 f'the state of {name!r} has the shape {tuple(tensor.shape)}, '
-                f'the parameter has {tuple(parameter.shape)}'
+                f'not {tuple(memory.shape)}'
             )
-        return float32_like(parameter).copy_(tensor)
+        return memory.copy_(tensor)

@@ -1,13 +1,15 @@
 """Half precision with a scale that follows the gradients."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 
-from .collective import Collective, all_reduce
+from .collective import Collective, Traffic, all_reduce
 from .compressor import Compressor
 from .gradient import Gradient, chunks, magnitude
+from .nodes import NODE_STAGES, reduce_by_nodes, sum_traffic
+from .topology import Topology
 
 __all__ = ['ScaledFP16']
 
@@ -42,11 +44,16 @@ class ScaledFP16(Compressor):
             largest absolute value of its averages, halved with each step.
     """
 
+    node_stages = NODE_STAGES
     may_overflow = True
     _counters = (*Compressor._counters, 'overflows', 'magnitudes')
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        node_aware: bool | None = None,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        super().__init__(node_aware, ranks_per_node)
         self.overflows = 0
         self.magnitudes: dict[str, float] = {}
 
@@ -54,6 +61,16 @@ class ScaledFP16(Compressor):
     def probes(size: int, device: torch.device) -> list[Collective]:
         """As in the base class."""
         return [all_reduce(torch.zeros(1, dtype=torch.float16, device=device))]
+
+    def _compressed_traffic(
+        self,
+        parameters: Sequence[torch.Tensor],
+        topology: Topology,
+        bucket_dtype: torch.dtype | None,
+    ) -> list[Traffic]:
+        numel = sum(p.numel() for p in parameters)
+        shares = self._shares_in(topology)
+        return sum_traffic(numel, torch.float32, torch.float16, shares)
 
     def _stages(
         self, buffer: torch.Tensor, gradients: list[Gradient]
@@ -64,31 +81,51 @@ class ScaledFP16(Compressor):
         flats = values.split(lengths)
         scales = self._scales(gradients)
         if scales is None:
-            yield all_reduce(values.div_(self.pipeline.world_size))
+            yield all_reduce(values.div_(self.topology.size))
             self._check(gradients, torch.stack([*map(magnitude, flats)]))
         else:
-            wire = torch.empty_like(values, dtype=torch.float16)
-            parts = [
-                (scale, list(zip(chunks(flat), chunks(part), strict=True)))
-                for scale, flat, part in zip(
-                    scales, flats, wire.split(lengths), strict=True
-                )
-            ]
-            # Divided first, so that the sum cannot overflow by itself.
-            for scale, pairs in parts:
-                for chunk, sent in pairs:
-                    sent.copy_(chunk.mul_(scale / self.pipeline.world_size))
-            yield all_reduce(wire)
+            wire = yield from self._sum_scaled(values, lengths, scales)
             magnitudes = []
-            for scale, pairs in parts:
+            for scale, flat, sent in zip(
+                scales, flats, wire.split(lengths), strict=True
+            ):
                 largest = [
-                    magnitude(chunk.copy_(sent).mul_(1 / scale))
-                    for chunk, sent in pairs
+                    magnitude(chunk.copy_(part).mul_(1 / scale))
+                    for chunk, part in zip(
+                        chunks(flat), chunks(sent), strict=True
+                    )
                 ]
                 magnitudes.append(torch.stack(largest).amax())
             self._check(gradients, torch.stack(magnitudes))
         if values is not buffer:
             buffer.copy_(values)
+
+    def _sum_scaled(
+        self, values: torch.Tensor, lengths: list[int], scales: list[float]
+    ) -> Generator[Collective, None, torch.Tensor]:
+        """Return the average of what has been scaled, (numel,), float16.
+
+        Args:
+            values: (numel,), float32; overwritten.
+            lengths: Of the gradients in them.
+            scales: Of each.
+        """
+        wire = torch.empty_like(values, dtype=torch.float16)
+        for scale, flat, sent in zip(
+            scales, values.split(lengths), wire.split(lengths), strict=True
+        ):
+            # Divided first, so that the sum cannot overflow by itself.
+            factor = scale / self.topology.size
+            for chunk, part in zip(chunks(flat), chunks(sent), strict=True):
+                chunk.mul_(factor)
+                if self._shares == 1:
+                    part.copy_(chunk)
+        if self._shares > 1:
+            return (
+                yield from reduce_by_nodes(values, wire.dtype, self._shares)
+            )
+        yield all_reduce(wire)
+        return wire
 
     def _scales(self, gradients: list[Gradient]) -> list[float] | None:
         """Return a power of two per gradient.

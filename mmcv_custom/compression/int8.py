@@ -1,26 +1,31 @@
 """Eight bits per gradient element, with a scale per block."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from .blocks import (
     BLOCK,
     RECORD,
-    Plan,
+    average,
     blocks_of,
-    make_plan,
+    chunk_of,
+    decode,
+    encode,
+    noise_for,
     num_blocks,
-    quantize,
-    read,
-    write,
+    scales_of,
 )
-from .collective import Collective, all_gather, all_to_all
+from .collective import Collective, Traffic, all_gather, all_to_all
 from .compressor import Compressor
 from .gradient import Gradient, magnitude
 from .knobs import check_knob
+from .nodes import gather_parts, sum_shares
+from .plan import NodePlan, Plan, Span
 from .randomness import named_generator
+from .topology import Scope, Topology
 
 __all__ = ['Int8']
 
@@ -52,24 +57,57 @@ class Int8(Compressor):
     """
 
     collectives = 2
+    node_stages = ('node', 'peers', 'peers', 'node')
+    _is_node_aware_by_default = True
 
     def __init__(
         self,
         use_error_feedback: bool = False,
         stochastic_rounding: bool = False,
         random_seed: int = 0,
+        node_aware: bool | None = None,
+        ranks_per_node: int | None = None,
+        node_dtype: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(node_aware, ranks_per_node)
         check_knob('use_error_feedback', use_error_feedback)
         check_knob('stochastic_rounding', stochastic_rounding)
         check_knob('random_seed', random_seed, 0)
+        if node_dtype not in (None, 'bfloat16'):
+            raise ValueError(
+                f"node_dtype={node_dtype!r} must be 'bfloat16' or None"
+            )
         self._feedback = use_error_feedback
         self._stochastic = stochastic_rounding
         self._seed = random_seed
-        self._plans: dict[tuple[str, ...], Plan] = {}
+        self._node_dtype = torch.bfloat16 if node_dtype else torch.float32
+        # Of the model: the blocks of each parameter.
+        self._spans: dict[str, Span] = {}
+        # By the names of a bucket's gradients.
+        self._plans: dict[tuple[str, ...], NodePlan] = {}
+
+    def bind(self, ddp: DistributedDataParallel) -> 'Int8':
+        """As in the base class."""
+        super().bind(ddp)
+        first = 0
+        for name, parameter in self._parameters.items():
+            self._spans[name] = Span(first, num_blocks(parameter))
+            first += self._spans[name].count
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {'_plans': {}}
+        return super().__getstate__() | {'_spans': {}, '_plans': {}}
+
+    def _error_like(self, name: str) -> torch.Tensor:
+        if self._shares == 1:
+            return super()._error_like(name)
+        count = self._spans[name].share(self._own_share, self._shares).count
+        parameter = self._parameters[name]
+        return parameter.new_empty((count, BLOCK), dtype=torch.float32)
+
+    def memory_bytes(self) -> int:
+        """As in the base class; the ranks of a node share it out."""
+        return super().memory_bytes() // self._shares
 
     @staticmethod
     def probes(size: int, device: torch.device) -> list[Collective]:
@@ -81,78 +119,134 @@ class Int8(Compressor):
             all_gather(torch.empty_like(parts), part),
         ]
 
+    def _compressed_traffic(
+        self,
+        parameters: Sequence[torch.Tensor],
+        topology: Topology,
+        bucket_dtype: torch.dtype | None,
+    ) -> list[Traffic]:
+        blocks = sum(map(num_blocks, parameters))
+        if not blocks:
+            return []
+        shares = self._shares_in(topology)
+        nodes = topology.size // shares
+        device = parameters[0].device
+        plan = NodePlan.make(
+            [Span(0, blocks)], nodes, shares, chunk_of(device), device
+        )
+        part = plan.shares[0].length * RECORD
+        scope: Scope = 'all' if shares == 1 else 'peers'
+        traffic = [
+            Traffic('all_to_all', nodes * part, scope),
+            Traffic('all_gather', part, scope),
+        ]
+        if shares > 1:
+            sums = plan.longest_share * BLOCK * self._node_dtype.itemsize
+            traffic.insert(0, Traffic('all_to_all', shares * sums, 'node'))
+            traffic.append(Traffic('all_gather', nodes * part, 'node'))
+        return traffic
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in the base class; the error memory belongs to the topology."""
+        return super().state_dict() | {'nodes': self._nodes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As in the base class."""
+        nodes = tuple(map(tuple, state.get('nodes', ())))
+        if nodes != self._nodes:
+            raise ValueError(
+                f'its error memory is of sums within {Topology(nodes)}, now '
+                f'within {Topology(self._nodes)}'
+            )
+        super().load_state_dict(state)
+
     def _stages(
         self, buffer: torch.Tensor, gradients: list[Gradient]
     ) -> Iterator[Collective]:
         plan = self._plan(gradients)
-        size = self.pipeline.world_size
-        inputs = [self._input(gradient) for gradient in gradients]
-        # The last one, of zeros, fills up the shorter parts.
-        records = buffer.new_empty(
+        share, shared = plan.shares[self._own_share], gradients
+        if self._shares > 1:
+            shared = yield from sum_shares(
+                gradients, plan, self._own_share, self._node_dtype
+            )
+        inputs = [self._input(gradient) for gradient in shared]
+        records = self._encode(shared, inputs, share)
+        # Indexing takes ten times as long.
+        outgoing = records.index_select(0, share.by_owner.flatten())
+        outgoing = outgoing.view(*share.by_owner.shape, RECORD)
+        incoming = torch.empty_like(outgoing)
+        yield all_to_all(incoming, outgoing, self._scope)
+
+        averages = outgoing.new_empty(outgoing[:, 0].shape)
+        noise = self._owned_noise(shared, share)
+        rests = [
+            average(parts, self.topology.size, numbers, self._feedback, out)
+            for parts, numbers, out in zip(
+                incoming, noise, averages, strict=True
+            )
+        ]
+        if self._feedback:
+            self._keep_rests(torch.cat(rests), inputs, share)
+        gathered = incoming  # of the same shape, and read already
+        yield all_gather(gathered, averages, self._scope)
+        if self._shares > 1:
+            gathered = yield from gather_parts(
+                gathered.view(1, -1, RECORD), self._shares
+            )
+
+        gathered = gathered.view(-1, RECORD)
+        self._check(gradients, magnitude(scales_of(gathered)))
+        counts = [span.count for span in plan.spans]
+        for gradient, places in zip(
+            gradients, plan.by_bucket.split(counts), strict=True
+        ):
+            decode(gathered, places, out=gradient.flat)
+
+    def _encode(
+        self, gradients: list[Gradient], inputs: list[torch.Tensor], plan: Plan
+    ) -> torch.Tensor:
+        """Return records, (blocks + 1, record), int8.
+
+        The last one is of zeros, to fill up the shorter parts. With feedback,
+        ``inputs`` keep what the codes do not hold.
+        """
+        records = plan.by_owner.new_empty(
             (plan.num_blocks + 1, RECORD), dtype=torch.int8
         )
         records[-1] = 0
         for gradient, values, rows in zip(
             gradients, inputs, plan.rows, strict=True
         ):
-            noise = None
-            if self._stochastic:
-                noise = self._noise(gradient, 'sum', len(rows))
-            used = self._used(gradient)
-            for blocks, part in blocks_of(values):
-                codes, scale = quantize(blocks, _cut(noise, part))
-                if used is not None:
-                    codes.mul_(used)
-                write(records[rows.start :][part], codes, scale)
-                if self._feedback:
-                    blocks.addcmul_(codes, scale, value=-1)
-
-        # Indexing takes ten times as long.
-        outgoing = records.index_select(0, plan.by_owner.flatten())
-        outgoing = outgoing.view(*plan.by_owner.shape, RECORD)
-        incoming = torch.empty_like(outgoing)
-        yield all_to_all(incoming, outgoing)
-
-        averages = outgoing.new_empty(outgoing[:, 0].shape)
-        noise = self._owned_noise(gradients, plan)
-        roundings = []
-        for i, parts in enumerate(incoming):
-            mean = buffer.new_zeros(
-                (parts.shape[1], BLOCK), dtype=torch.float32
+            encode(
+                values,
+                self._noise(gradient, 'sum', len(rows)),
+                self._used(gradient),
+                self._feedback,
+                out=records[rows.start : rows.stop],
             )
-            for part in parts:  # of rank 0, 1, ...: alike on every rank
-                codes, scale = read(part)
-                mean.addcmul_(codes.to(torch.float32), scale / size)
-            codes, scale = quantize(mean, _cut(noise, i))
-            write(averages[i], codes, scale)
-            if self._feedback:
-                roundings.append(mean.addcmul_(codes, scale, value=-1))
-        if self._feedback:
-            # The next average divides by the size what is kept once here.
-            self._keep_roundings(torch.cat(roundings) * size, inputs, plan)
-        gathered = incoming  # of the same shape, and read already
-        yield all_gather(gathered, averages)
+        return records
 
-        gathered = gathered.view(-1, RECORD)
-        self._check(gradients, magnitude(read(gathered)[1]))
-        for gradient, rows in zip(gradients, plan.rows, strict=True):
-            for blocks, part in blocks_of(gradient.flat):
-                numbers = plan.by_bucket[rows.start :][part]
-                codes, scale = read(gathered.index_select(0, numbers))
-                blocks.copy_(codes[:, : blocks.shape[1]]).mul_(scale)
+    @property
+    def _nodes(self) -> tuple[tuple[int, ...], ...]:
+        """Those whose ranks share an error memory; none without."""
+        return self.topology.nodes if self._shares > 1 else ()
 
-    def _plan(self, gradients: list[Gradient]) -> Plan:
+    def _number_and_size(self) -> tuple[int, int]:
+        """This rank's number among those that average, and their number."""
+        rank = self.pipeline.rank
+        members = self.topology.members(self._scope, rank)
+        return members.index(rank), len(members)
+
+    def _plan(self, gradients: list[Gradient]) -> NodePlan:
         key = tuple(g.name for g in gradients)
         if key not in self._plans:
-            first_block, count = {}, 0
-            for name, parameter in self._parameters.items():
-                first_block[name] = count
-                count += num_blocks(parameter)
-            self._plans[key] = make_plan(
-                [first_block[g.name] for g in gradients],
-                [num_blocks(g.flat) for g in gradients],
-                self.pipeline.world_size,
-                gradients[0].flat.device,
+            device = gradients[0].flat.device
+            self._plans[key] = NodePlan.make(
+                [self._spans[g.name] for g in gradients],
+                self.topology.size // self._shares,
+                self._shares,
+                chunk_of(device),
+                device,
             )
         return self._plans[key]
 
@@ -161,58 +255,49 @@ class Int8(Compressor):
             return self._with_error(gradient)
         return gradient.flat.to(torch.float32)
 
-    def _keep_roundings(
-        self, roundings: torch.Tensor, inputs: list[torch.Tensor], plan: Plan
+    def _keep_rests(
+        self, rests: torch.Tensor, inputs: list[torch.Tensor], plan: Plan
     ) -> None:
         """Add what the averages lost to this rank's error memory.
 
         Args:
-            roundings: (blocks, block), of the blocks this rank owns, in the
-                order of the bucket.
-            inputs: The error memories, (numel,) each; added to.
-            plan: Of the bucket.
+            rests: (blocks, block), of the blocks this rank owns, in the order
+                of the bucket.
+            inputs: The error memories, (elements,) each; added to.
+            plan: Of the blocks.
         """
-        size, rank = self.pipeline.world_size, self.pipeline.rank
-        for values, first in zip(inputs, plan.first_blocks, strict=True):
+        # One rank keeps it, and the next average divides it by their number.
+        rests = rests.mul_(self.topology.size)
+        number, size = self._number_and_size()
+        for values, span in zip(inputs, plan.spans, strict=True):
             for blocks, part in blocks_of(values):
-                owned = blocks[(rank - first - part.start) % size :: size]
-                owned.add_(roundings[: len(owned), : owned.shape[1]])
-                roundings = roundings[len(owned) :]
+                start = (span.start(number, size) - part.start) % size
+                owned = blocks[start::size]
+                owned.add_(rests[: len(owned), : owned.shape[1]])
+                rests = rests[len(owned) :]
 
     def _noise(
         self, gradient: Gradient, use: str, num_blocks: int
-    ) -> torch.Tensor:
-        """Uniform in [0, 1), (num_blocks, block), to round at random."""
-        rank = self.pipeline.rank
+    ) -> torch.Tensor | None:
+        """Return what to round so many blocks by."""
+        if not self._stochastic:
+            return None
+        name = f'{gradient.name} {use} {self.pipeline.rank} {self.step}'
         device = gradient.flat.device
-        name = f'{gradient.name} {use} {rank} {self.step}'
-        return torch.rand(
-            num_blocks,
-            BLOCK,
-            generator=named_generator(self._seed, name, device),
-            dtype=torch.float32,
-            device=device,
-        )
+        return noise_for(named_generator(self._seed, name, device), num_blocks)
 
     def _owned_noise(
         self, gradients: list[Gradient], plan: Plan
-    ) -> torch.Tensor | None:
-        if not self._stochastic:
-            return None
-        size, rank = self.pipeline.world_size, self.pipeline.rank
+    ) -> Sequence[torch.Tensor | None]:
+        """Return what to round the averages by, for each piece."""
+        own = self._number_and_size()
         noise = [
-            self._noise(
-                gradient, 'mean', len(rows[(rank - first) % size :: size])
-            )
-            for gradient, rows, first in zip(
-                gradients, plan.rows, plan.first_blocks, strict=True
-            )
+            self._noise(gradient, 'mean', span.share(*own).count)
+            for gradient, span in zip(gradients, plan.spans, strict=True)
         ]
-        pieces, _, length = plan.by_owner.shape
-        missing = pieces * length - sum(map(len, noise))
-        noise.append(noise[0].new_zeros(missing, BLOCK))
-        return torch.cat(noise).view(pieces, length, BLOCK)
-
-
-def _cut(noise: torch.Tensor | None, part: Any) -> torch.Tensor | None:
-    return None if noise is None else noise[part]
+        drawn = [numbers for numbers in noise if numbers is not None]
+        if not drawn:
+            return [None] * plan.pieces
+        missing = plan.length - sum(map(len, drawn))
+        drawn.append(drawn[0].new_zeros(missing, BLOCK))
+        return torch.cat(drawn).chunk(plan.pieces)

@@ -9,7 +9,7 @@ counts the bytes.
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -17,17 +17,15 @@ import torch
 import torch.distributed as dist
 
 from ..contract import Future, completed
-from .collective import Collective
+from .collective import Collective, Sent
+from .groups import end_groups, make_group
+from .topology import Scope, Topology
 
-__all__ = ['ENDS_GROUPS', 'Pipeline']
+__all__ = ['Pipeline']
 
 # An idle thread ends at once. One that waits for a rank that is gone is left
 # to the timeout of its group, so that a failed process can end.
 _PATIENCE_S = 2.0
-# gloo of torch 2.1 ends a group with the GIL held, for which the group's own
-# threads may wait, as they let go of tensors. There the groups live on.
-ENDS_GROUPS = torch.__version__ >= '2.14'  # what lies between is not tested
-_living_on: list[dist.ProcessGroup] = []
 
 
 class Pipeline:
@@ -44,7 +42,8 @@ class Pipeline:
 
     On an accelerator all collectives of a bucket are enqueued at once, on a
     stream of their own: the order is the host's, and the host waits for
-    nothing. One stream, so that memory freed on it may be reused on it.
+    nothing. One stream, so that memory freed on it may be reused on it; and
+    one group for each scope.
 
     The threads start with the first bucket. They and the groups end with
     :meth:`close`, at the latest when nobody refers to the pipeline any more:
@@ -53,24 +52,33 @@ class Pipeline:
     Args:
         group: The group of the DDP. All its ranks make the pipeline alike.
         device: Of its gradients.
-        collectives: How many a bucket has at most.
+        topology: Of the group.
+        stages: The scope of each stage's collective; the first stage's may
+            be ``'all'`` besides. Other scopes than that one need a group of
+            all ranks of the world.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, collectives: int
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        topology: Topology,
+        stages: Sequence[Scope],
     ) -> None:
         self.group = group
+        self.topology = topology
         self._stream = None
-        self._line = _Line([group])
         self._one_by_one = False
+        self._line = _Line(topology, group.rank())
         if device.type == 'cuda':
             self._stream = torch.cuda.Stream(device)
-        elif collectives > 1 and group.size() < dist.get_world_size():
+            self._line.add_stage(group, device, stages)
+            stages = []
+        elif len(stages) > 1 and group.size() < dist.get_world_size():
             self._one_by_one = True
-        else:
-            for _ in range(collectives - 1):
-                self._line.groups.append(_same_ranks(group))
-        self._line.sent = [0] * len(self._line.groups)
+            stages = ['all']
+        for scope in stages:
+            self._line.add_stage(group, device, [scope])
         self._finalizer = weakref.finalize(self, _close, self._line)
 
     @property
@@ -84,9 +92,9 @@ class Pipeline:
         return self.group.rank()
 
     @property
-    def sent_bytes(self) -> int:
-        """What this rank has sent so far; see :class:`Collective`."""
-        return sum(self._line.sent)
+    def sent(self) -> Sent:
+        """What has been sent so far; see :class:`Traffic`."""
+        return sum(self._line.sent, Sent())
 
     def start(
         self, stages: Iterator[Collective], buffer: torch.Tensor
@@ -177,8 +185,12 @@ class _Line:
     """What the threads work on. It does not refer to the pipeline.
 
     Attributes:
-        groups: Stage i issues its collective in the i-th.
-        sent: Bytes by stage; each thread adds to its own entry only.
+        topology: Of the ranks.
+        rank: Of this process.
+        groups: Stage i issues its collective in the i-th's group of the
+            collective's scope.
+        made: Those of them that are the pipeline's own.
+        sent: By stage; each thread adds to its own entry only.
         inboxes: The buckets that have left stage i, in their order.
         error: Of the first bucket that failed. Nothing is issued after it:
             the order would differ from the other ranks'.
@@ -186,13 +198,33 @@ class _Line:
         process: That has made it.
     """
 
-    groups: list[dist.ProcessGroup]
-    sent: list[int] = field(default_factory=list)
+    topology: Topology
+    rank: int
+    groups: list[dict[Scope, dist.ProcessGroup]] = field(default_factory=list)
+    made: list[dist.ProcessGroup] = field(default_factory=list)
+    sent: list[Sent] = field(default_factory=list)
     inboxes: list[SimpleQueue] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
     error: BaseException | None = None
     unfinished: list[dist.Work] = field(default_factory=list)
     process: int = field(default_factory=os.getpid)
+
+    def add_stage(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        scopes: Collection[Scope],
+    ) -> None:
+        """Give a stage a group for each scope; the first has the DDP's."""
+        groups: dict[Scope, dist.ProcessGroup] = {}
+        if not self.groups:
+            groups['all'] = group
+        for scope in scopes:
+            if scope not in groups:
+                groups[scope] = make_group(group, device, self.topology, scope)
+                self.made.append(groups[scope])
+        self.groups.append(groups)
+        self.sent.append(Sent())
 
     def start_threads(self) -> None:
         self.inboxes = [SimpleQueue() for _ in self.groups]
@@ -246,9 +278,9 @@ class _Line:
             self.inboxes[stage].put(bucket)
 
     def issue(self, collective: Collective, stage: int) -> list[dist.Work]:
-        group = self.groups[stage]
-        self.sent[stage] += collective.sent_bytes(group.size())
-        return collective.issue(group)
+        traffic = collective.traffic
+        self.sent[stage] += traffic.sent(self.topology, self.rank)
+        return collective.issue(self.groups[stage][traffic.scope])
 
 
 def _close(line: _Line) -> None:
@@ -262,23 +294,5 @@ def _close(line: _Line) -> None:
             thread.join(_PATIENCE_S)
             if thread.is_alive():
                 return
-    if not ENDS_GROUPS:
-        _living_on.extend(line.groups[1:])
-        line.groups.clear()
-    while len(line.groups) > 1:
-        try:
-            dist.destroy_process_group(line.groups.pop())
-        except ValueError:  # gone already, with the default group
-            pass
     line.groups.clear()
-
-
-def _same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    backend = group._get_backend(torch.device('cpu'))
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it into one without options.
-    backend = getattr(backend, 'wrapped_pg', backend)
-    return dist.new_group(  # type: ignore[return-value] # a member
-        dist.get_process_group_ranks(group),
-        timeout=backend.options._timeout,
-        backend=backend.name(),
-    )
+    end_groups(line.made)

@@ -181,7 +181,7 @@ def _check_backend(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
         probes.append((f'reduce {probe.dtype}', all_reduce(probe)))
     if hasattr(comm_hook.instance, 'probes'):
         probes += [
-            (f'run {probe.name} for {comm_hook.name}', probe)
+            (f'run {probe.traffic.operation} for {comm_hook.name}', probe)
             for probe in comm_hook.instance.probes(group.size(), device)
         ]
     for what, probe in probes:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from ..compression.pipeline import ENDS_GROUPS
+from ..compression.groups import ENDS_GROUPS
 from .network import find_interface, list_interfaces
 
 __all__ = ['init_cpu_group']

@@ -2,7 +2,7 @@
 
 from mmengine.registry import Registry
 
-from .. import compression, ddp_hooks
+from .. import compression
 
 __all__ = ['COMM_HOOKS']
 
@@ -13,9 +13,9 @@ __all__ = ['COMM_HOOKS']
 COMM_HOOKS = Registry(
     'communication hook', locations=['mmcv_custom.engine.registry']
 )
-COMM_HOOKS.register_module('allreduce', module=ddp_hooks.allreduce_hook)
-COMM_HOOKS.register_module('fp16', module=ddp_hooks.fp16_compress_hook)
-COMM_HOOKS.register_module('bf16', module=ddp_hooks.bf16_compress_hook)
+COMM_HOOKS.register_module('allreduce', module=compression.AllReduce)
+COMM_HOOKS.register_module('fp16', module=compression.FP16)
+COMM_HOOKS.register_module('bf16', module=compression.BF16)
 COMM_HOOKS.register_module('powersgd', module=compression.PowerSGD)
 COMM_HOOKS.register_module('int8', module=compression.Int8)
 COMM_HOOKS.register_module('fp16_scaled', module=compression.ScaledFP16)

@@ -104,10 +104,10 @@ class HookSpec:
                 )
             return None
         target = find_hook(name)
-        # A dotted path to a registered hook is that hook.
+        # The function or the dotted path of a registered hook is that hook.
         for registered, hook in COMM_HOOKS.module_dict.items():
-            if hook is target:
-                name = registered
+            if target in (hook, getattr(hook, 'function', None)):
+                name, target = registered, hook
                 break
         _check_wrapper(wrapper, name)
         _check_knobs(name, target, knobs)
@@ -139,8 +139,13 @@ class HookSpec:
         hook, knobs = _bind_knobs(self.target, self.knobs, process_group)
         instance = hook if inspect.isclass(self.target) else None
         name = self.type
-        # What is no plain data may print otherwise in another process.
-        shown = [f'{k}={v}' for k, v in knobs.items() if _is_plain(v)]
+        # What is no plain data may print otherwise in another process. None
+        # leaves the choice to the hook.
+        shown = [
+            f'{k}={v}'
+            for k, v in knobs.items()
+            if v is not None and _is_plain(v)
+        ]
         if shown:
             name += f'[{", ".join(shown)}]'
         hook = adapt_hook(hook, name)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmcv_custom.compression import Int8
-from mmcv_custom.compression.blocks import make_plan
+from mmcv_custom.compression.plan import NodePlan, Span
 from tests.ranks import run_ranks
 from tests.test_compression.helpers import (
     Leaves,
@@ -260,13 +260,16 @@ def test_bytes_of_a_bucket(world_size):
 def test_bytes_by_the_plan(world_size):
     # Three layers of 2.36 M elements: what a bucket of 25 MB holds.
     counts = [2304 * 4] * 3
-    plan = make_plan([5, 100_000, 9], counts, world_size, torch.device('cpu'))
-    pieces, _, length = plan.by_owner.shape
-    sent = 2 * (world_size - 1) * pieces * length * 260
+    spans = map(Span, [5, 100_000, 9], counts)
+    plan = NodePlan.make(
+        [*spans], world_size, 1, chunk=1024, device=torch.device('cpu')
+    )
+    (share,) = plan.shares
+    sent = 2 * (world_size - 1) * share.length * 260
     ring = 2 * (world_size - 1) / world_size * 4 * 256 * sum(counts)
     assert 0.25 * ring < sent <= 0.26 * ring
     # The blocks come back in their order.
-    by_owner = plan.by_owner.flatten()[plan.by_bucket]
+    by_owner = share.by_owner.flatten()[plan.by_bucket]
     assert torch.equal(by_owner, torch.arange(sum(counts)))
 
 

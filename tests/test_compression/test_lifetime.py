@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mmcv_custom import ddp_hooks
 from mmcv_custom.compression import Int8
-from mmcv_custom.compression.pipeline import ENDS_GROUPS
+from mmcv_custom.compression.groups import ENDS_GROUPS
 from mmcv_custom.contract import adapt_hook
 from tests import toy
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmcv_custom.compression.pipeline import ENDS_GROUPS
+from mmcv_custom.compression.groups import ENDS_GROUPS
 from mmcv_custom.engine.distributed import init_cpu_group
 from mmcv_custom.engine.network import find_interface
 from tests.ranks import run_ranks

@@ -1,0 +1,111 @@
+"""The plain average, in the gradients' precision or in 16 bits."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..contract import Future
+from ..ddp_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from .collective import Collective, Sent, Traffic
+from .exchange import Exchange
+from .nodes import (
+    NODE_STAGES,
+    narrowed,
+    numel_by_dtype,
+    reduce_by_nodes,
+    sum_traffic,
+)
+from .topology import Topology
+
+__all__ = ['BF16', 'FP16', 'AllReduce']
+
+
+class AllReduce(Exchange):
+    """``allreduce_hook``, which counts what it sends.
+
+    Registered without :meth:`bind` it does not count.
+
+    Args:
+        node_aware: Sum within a machine first; what goes between machines is
+            a part of 1/(ranks per machine) from each of its ranks, which is
+            less than a ring over all ranks sends.
+        ranks_per_node: As in the base class.
+    """
+
+    node_stages = NODE_STAGES
+    function = staticmethod(allreduce_hook)
+    _dtype: torch.dtype | None = None  # of wide gradients, on the wire
+
+    def __init__(
+        self,
+        node_aware: bool | None = None,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        super().__init__(node_aware, ranks_per_node)
+        self._counted = Sent()
+
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
+        """Average a bucket; the buffer, of shape (numel,), is overwritten.
+
+        Args:
+            state: The group, if it is not bound; None is the world group.
+            bucket: Gradients.
+
+        Raises:
+            TypeError: If the gradients are sparse.
+        """
+        if self.is_node_aware:
+            return super().__call__(state, bucket)
+        if self._pipeline is None:
+            return self.function(state, bucket)
+        future = self.function(self.pipeline.group, bucket)
+        # Of the buffer: a wrapper may have cast it.
+        buffer = bucket.buffer()
+        wire = narrowed(buffer.dtype, self._dtype)
+        for traffic in sum_traffic(buffer.numel(), buffer.dtype, wire):
+            self._counted += traffic.sent(self.topology, self.pipeline.rank)
+        return future
+
+    @property
+    def _sent(self) -> Sent:
+        return self._counted + super()._sent
+
+    def traffic(
+        self,
+        parameters: Sequence[torch.Tensor],
+        topology: Topology,
+        bucket_dtype: torch.dtype | None = None,
+    ) -> list[Traffic]:
+        """As in the base class."""
+        shares, traffic = self._shares_in(topology), []
+        for own, numel in numel_by_dtype(parameters).items():
+            handed = narrowed(own, bucket_dtype)
+            wire = narrowed(handed, self._dtype)
+            traffic += sum_traffic(numel, handed, wire, shares)
+        return traffic
+
+    def _exchange(
+        self, buffer: torch.Tensor, parameters: list[torch.Tensor]
+    ) -> Iterator[Collective]:
+        sums = yield from reduce_by_nodes(
+            buffer.div_(self.topology.size),
+            narrowed(buffer.dtype, self._dtype),
+            self._shares,
+        )
+        buffer.copy_(sums)
+
+
+class FP16(AllReduce):
+    """``fp16_compress_hook``, which counts what it sends."""
+
+    function = staticmethod(fp16_compress_hook)
+    _dtype = torch.float16
+
+
+class BF16(AllReduce):
+    """``bf16_compress_hook``, which counts what it sends."""
+
+    function = staticmethod(bf16_compress_hook)
+    _dtype = torch.bfloat16

@@ -1,0 +1,231 @@
+"""What all hooks have in common whose exchange has stages."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..contract import Future, completed, dense_buffer
+from ..parameters import reduced_parameters
+from .collective import Collective, Sent, Traffic, all_reduce
+from .knobs import check_knob
+from .pipeline import Pipeline
+from .topology import Scope, Topology, find_topology
+
+__all__ = ['Exchange']
+
+_UNBOUND = Topology(((0,),))
+
+
+class Exchange(ABC):
+    """A communication hook that exchanges buckets in stages.
+
+    An instance is the hook: ``ddp.register_comm_hook(None,
+    adapt_hook(Int8().bind(ddp)))``. The future it returns yields the bucket's
+    own buffer, averaged.
+
+    Where several ranks share a machine, and there are several machines, some
+    methods can sum within the machine first, and exchange what is left
+    between the machines: see ``node_stages``.
+
+    Args:
+        node_aware: Whether to; None leaves it to the method.
+        ranks_per_node: So many consecutive ranks share a machine; None finds
+            out.
+
+    Attributes:
+        topology: Which ranks share a machine; of the bound model.
+
+    Raises:
+        TypeError, ValueError: For a knob of another type or out of range.
+    """
+
+    collectives = 1  # that a bucket has at most, one after the other
+    # Between whom they run, if the method knows the nodes.
+    node_stages: Sequence[Scope] = ()
+    _is_node_aware_by_default = False
+
+    def __init__(
+        self,
+        node_aware: bool | None = None,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        if node_aware is not None:
+            check_knob('node_aware', node_aware)
+        if ranks_per_node is not None:
+            check_knob('ranks_per_node', ranks_per_node, 1)
+        self._node_aware = node_aware
+        self._ranks_per_node = ranks_per_node
+        self._pipeline: Pipeline | None = None
+        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self._names: dict[int, str] = {}
+        self.topology = _UNBOUND
+        self._shares = 1
+
+    def bind(self, ddp: DistributedDataParallel) -> 'Exchange':
+        """Take the process group and the parameters of a wrapped model, once.
+
+        All ranks of its group have to call this alike; returns itself. What
+        it starts ends with :meth:`close`.
+
+        Raises:
+            RuntimeError: If it is bound already.
+            ValueError: If ``ranks_per_node`` does not divide the ranks.
+        """
+        if self._pipeline is not None:
+            raise RuntimeError(f'{type(self).__name__} is bound already')
+        group = ddp.process_group
+        parameters = reduced_parameters(ddp)
+        device = next(iter(parameters.values())).device
+        topology = find_topology(group, device, self._ranks_per_node)
+        stages: Sequence[Scope] = ['all'] * self.collectives
+        # The groups of nodes need all ranks of the world.
+        if group.size() == dist.get_world_size():
+            self._shares = self._shares_in(topology)
+            if self._shares > 1:
+                stages = self.node_stages
+        self._pipeline = Pipeline(group, device, topology, stages)
+        self._parameters, self.topology = parameters, topology
+        self._names = {id(p): name for name, p in parameters.items()}
+        return self
+
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
+        """Average a bucket; the buffer, of shape (numel,), is overwritten.
+
+        Args:
+            state: Not used.
+            bucket: Gradients of the model that was bound.
+
+        Raises:
+            RuntimeError: Without :meth:`bind`, or if an earlier exchange
+                failed.
+            TypeError: If the gradients are sparse.
+        """
+        pipeline = self.pipeline
+        buffer = dense_buffer(type(self).__name__, bucket)
+        if not buffer.numel():
+            return completed(buffer)
+        return pipeline.start(
+            self._exchange(buffer, bucket.parameters()), buffer
+        )
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Of the bound model."""
+        if self._pipeline is None:
+            raise RuntimeError(
+                f'{type(self).__name__}: call bind(ddp) before registering'
+            )
+        return self._pipeline
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent so far, in bytes; see ``Traffic``."""
+        return self._sent.rank
+
+    @property
+    def node_sent_bytes(self) -> int:
+        """What its machine has sent to other machines so far, in bytes."""
+        return self._sent.node
+
+    @property
+    def is_node_aware(self) -> bool:
+        """Whether the bound exchange sums within the machines first."""
+        return self._shares > 1
+
+    @staticmethod
+    def probes(size: int, device: torch.device) -> list[Collective]:
+        """Return small collectives that the backend has to be able to run."""
+        return [all_reduce(torch.zeros(1, dtype=torch.float32, device=device))]
+
+    def step_bytes(
+        self, bucket_dtype: torch.dtype | None = None
+    ) -> Sent | None:
+        """Return what a step of the bound model sends, without running it.
+
+        As if all gradients were in one bucket for each dtype: the lengths of
+        buckets make a difference of some padding. None if the method does
+        not say.
+
+        Args:
+            bucket_dtype: What a wrapper casts wider buckets to.
+        """
+        rank = self.pipeline.group.rank()
+        traffic = self.traffic(
+            list(self._parameters.values()), self.topology, bucket_dtype
+        )
+        if traffic is None:
+            return None
+        return sum((t.sent(self.topology, rank) for t in traffic), Sent())
+
+    def traffic(
+        self,
+        parameters: Sequence[torch.Tensor],
+        topology: Topology,
+        bucket_dtype: torch.dtype | None = None,
+    ) -> list[Traffic] | None:
+        """Return what the collectives of a step move, in their order.
+
+        Args:
+            parameters: Whose gradients are exchanged; of any device, 'meta'
+                too.
+            topology: Of the ranks.
+            bucket_dtype: See :meth:`step_bytes`.
+        """
+        return None
+
+    def close(self) -> None:
+        """End threads and process groups, after the last backward pass.
+
+        The state stays. Also done when the model and the hook are collected.
+        """
+        if self._pipeline is not None:
+            self._pipeline.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles are not bound."""
+        return self.__dict__ | {
+            '_pipeline': None,
+            '_parameters': {},
+            '_names': {},
+            'topology': _UNBOUND,
+            '_shares': 1,
+        }
+
+    @abstractmethod
+    def _exchange(
+        self, buffer: torch.Tensor, parameters: list[torch.Tensor]
+    ) -> Iterator[Collective]:
+        """Yield the collectives of a bucket; leave the average in it."""
+
+    @property
+    def _sent(self) -> Sent:
+        return self._pipeline.sent if self._pipeline else Sent()
+
+    def _shares_in(self, topology: Topology) -> int:
+        """By how many ranks of a node a bucket is shared out.
+
+        1 if nothing is summed within the nodes.
+        """
+        aware = self._node_aware
+        if aware is None:
+            aware = self._is_node_aware_by_default
+        if aware and self.node_stages and topology.is_grid:
+            return len(topology.nodes[0])
+        return 1
+
+    @property
+    def _own_share(self) -> int:
+        """The number of this rank's share in its node."""
+        if self._shares == 1:
+            return 0
+        rank = self.pipeline.rank
+        return self.topology.node_of(rank).index(rank)
+
+    @property
+    def _scope(self) -> Scope:
+        """Between whom this rank's share is exchanged."""
+        return 'all' if self._shares == 1 else 'peers'
