@@ -9,8 +9,8 @@ from .gradient import CHUNK
 __all__ = [
     'BLOCK',
     'RECORD',
+    'add_to_every',
     'average',
-    'blocks_of',
     'chunk_of',
     'copy_blocks',
     'decode',
@@ -185,6 +185,16 @@ def decode(
     for blocks, part in blocks_of(out):
         codes, scale = read(records.index_select(0, places[part]))
         blocks.copy_(codes[:, : blocks.shape[1]]).mul_(scale)
+
+
+def add_to_every(
+    values: torch.Tensor, rows: torch.Tensor, start: int, step: int
+) -> None:
+    """Add rows, (some, block), to every n-th block of (numel,)."""
+    for blocks, part in blocks_of(values):
+        some = blocks[(start - part.start) % step :: step]
+        some.add_(rows[: len(some), : some.shape[1]])
+        rows = rows[len(some) :]
 
 
 def noise_for(generator: torch.Generator, num_blocks: int) -> torch.Tensor:

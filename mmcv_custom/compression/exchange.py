@@ -14,6 +14,7 @@ from .collective import Collective, Sent, Traffic, all_reduce
 from .knobs import check_knob
 from .pipeline import Pipeline
 from .topology import Scope, Topology, find_topology
+from .training import Training
 
 __all__ = ['Exchange']
 
@@ -177,6 +178,21 @@ class Exchange(ABC):
         """
         return None
 
+    def on_train_start(self, training: Training) -> None:
+        """Say which ranks share a machine, and what that means."""
+        line = f'Gradients are exchanged between {self.topology}'
+        if self.topology.source:
+            line += f' (as {self.topology.source} has it)'
+        if self.is_node_aware:
+            line += ', which sum up their own first'
+        elif self._wants_nodes and len(self.topology.nodes) > 1:
+            line += (
+                '; nothing is summed within the nodes first, which takes '
+                'several ranks on each, as many everywhere, and all ranks of '
+                'the training'
+            )
+        training.logger.info(line)
+
     def close(self) -> None:
         """End threads and process groups, after the last backward pass.
 
@@ -210,12 +226,15 @@ class Exchange(ABC):
 
         1 if nothing is summed within the nodes.
         """
-        aware = self._node_aware
-        if aware is None:
-            aware = self._is_node_aware_by_default
-        if aware and self.node_stages and topology.is_grid:
+        if self._wants_nodes and topology.is_grid:
             return len(topology.nodes[0])
         return 1
+
+    @property
+    def _wants_nodes(self) -> bool:
+        if self._node_aware is None:
+            return self._is_node_aware_by_default
+        return self._node_aware
 
     @property
     def _own_share(self) -> int:

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .blocks import (
     BLOCK,
     RECORD,
+    add_to_every,
     average,
-    blocks_of,
     chunk_of,
     decode,
     encode,
@@ -22,10 +22,10 @@ from .collective import Collective, Traffic, all_gather, all_to_all
 from .compressor import Compressor
 from .gradient import Gradient, magnitude
 from .knobs import check_knob
-from .nodes import gather_parts, sum_shares
+from .nodes import block_traffic, gather_parts, sum_shares
 from .plan import NodePlan, Plan, Span
 from .randomness import named_generator
-from .topology import Scope, Topology
+from .topology import Topology
 
 __all__ = ['Int8']
 
@@ -42,15 +42,26 @@ class Int8(Compressor):
     less than some hundred blocks send more: a parameter's last block, and
     the last block of each rank, travel in full length.)
 
+    Where several ranks share a machine, each of them sums up a part of the
+    blocks within it first, and does the above with the ranks that have this
+    part on the other machines; the result is spread within the machine.
+
     A block and its owner do not depend on how the buckets are laid out.
 
     Args:
         use_error_feedback: Add what the roundings lost to the next step's
             gradient. Costs two float32 copies of the gradients: one holds
-            until the step is known to be finite.
+            until the step is known to be finite. Ranks of a machine that sum
+            up first share them.
         stochastic_rounding: Round up or down at random, without bias; the
             error of a rounding is then up to a step.
         random_seed: Of the random roundings.
+        node_aware: Whether to sum up within the machines first; None does
+            where there are several ranks on several machines.
+        ranks_per_node: So many consecutive ranks share a machine; None finds
+            out.
+        node_dtype: 'bfloat16' halves what is sent within a machine, and
+            rounds it; None is float32.
 
     Raises:
         TypeError, ValueError: For a knob of another type or out of range.
@@ -128,23 +139,16 @@ class Int8(Compressor):
         blocks = sum(map(num_blocks, parameters))
         if not blocks:
             return []
-        shares = self._shares_in(topology)
-        nodes = topology.size // shares
         device = parameters[0].device
+        shares = self._shares_in(topology)
         plan = NodePlan.make(
-            [Span(0, blocks)], nodes, shares, chunk_of(device), device
+            [Span(0, blocks)],
+            topology.size // shares,
+            shares,
+            chunk_of(device),
+            device,
         )
-        part = plan.shares[0].length * RECORD
-        scope: Scope = 'all' if shares == 1 else 'peers'
-        traffic = [
-            Traffic('all_to_all', nodes * part, scope),
-            Traffic('all_gather', part, scope),
-        ]
-        if shares > 1:
-            sums = plan.longest_share * BLOCK * self._node_dtype.itemsize
-            traffic.insert(0, Traffic('all_to_all', shares * sums, 'node'))
-            traffic.append(Traffic('all_gather', nodes * part, 'node'))
-        return traffic
+        return block_traffic(plan, RECORD, BLOCK * self._node_dtype.itemsize)
 
     def state_dict(self) -> dict[str, Any]:
         """As in the base class; the error memory belongs to the topology."""
@@ -258,23 +262,17 @@ class Int8(Compressor):
     def _keep_rests(
         self, rests: torch.Tensor, inputs: list[torch.Tensor], plan: Plan
     ) -> None:
-        """Add what the averages lost to this rank's error memory.
+        """Add what the averages lost, (blocks, block), to the inputs.
 
-        Args:
-            rests: (blocks, block), of the blocks this rank owns, in the order
-                of the bucket.
-            inputs: The error memories, (elements,) each; added to.
-            plan: Of the blocks.
+        They are this rank's error memory; and it has averaged these blocks.
         """
         # One rank keeps it, and the next average divides it by their number.
         rests = rests.mul_(self.topology.size)
-        number, size = self._number_and_size()
+        own = self._number_and_size()
         for values, span in zip(inputs, plan.spans, strict=True):
-            for blocks, part in blocks_of(values):
-                start = (span.start(number, size) - part.start) % size
-                owned = blocks[start::size]
-                owned.add_(rests[: len(owned), : owned.shape[1]])
-                rests = rests[len(owned) :]
+            count = span.share(*own).count
+            add_to_every(values, rests[:count], span.start(*own), own[1])
+            rests = rests[count:]
 
     def _noise(
         self, gradient: Gradient, use: str, num_blocks: int

@@ -19,6 +19,7 @@ from .topology import Scope
 __all__ = [
     'NODE_STAGES',
     'add_up',
+    'block_traffic',
     'gather_parts',
     'narrowed',
     'numel_by_dtype',
@@ -135,6 +136,34 @@ def gather_parts(
     whole = part.new_empty((1, shares, *part.shape[1:]))
     yield all_gather(whole, part, 'node')
     return whole[0]
+
+
+def block_traffic(
+    plan: NodePlan, nbytes: int, summed_nbytes: int
+) -> list[Traffic]:
+    """Return the traffic of blocks that are encoded, averaged and encoded.
+
+    Args:
+        plan: Of the blocks.
+        nbytes: Of an encoded block.
+        summed_nbytes: Of a block as it is summed within a node.
+    """
+    shares = len(plan.shares)
+    between: Scope = 'all' if shares == 1 else 'peers'
+    part = plan.shares[0].length * nbytes
+    nodes = plan.shares[0].size
+    traffic = [
+        Traffic('all_to_all', nodes * part, between),
+        Traffic('all_gather', part, between),
+    ]
+    if shares == 1:
+        return traffic
+    summed = shares * plan.longest_share * summed_nbytes
+    return [
+        Traffic('all_to_all', summed, 'node'),
+        *traffic,
+        Traffic('all_gather', nodes * part, 'node'),
+    ]
 
 
 def sum_traffic(

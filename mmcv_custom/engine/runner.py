@@ -112,7 +112,7 @@ class CommHookRunner(Runner):
         if is_model_wrapper(self.model):
             self.register_hook(WrappedModelHook(self.model))
         if self.comm_hook is not None and self.comm_hook.instance is not None:
-            self.register_hook(CompressionHook(self.comm_hook.instance))
+            self.register_hook(CompressionHook(self.comm_hook))
 
     def build_optim_wrapper(self, *args, **kwargs) -> OptimWrapper:
         """Build as MMEngine does; refuse what cannot train this model."""

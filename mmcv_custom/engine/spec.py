@@ -118,6 +118,11 @@ class HookSpec:
         """What buckets are cast to, or None."""
         return _CAST_DTYPES.get(self.wrapper or self.type)
 
+    @property
+    def bucket_dtype(self) -> torch.dtype | None:
+        """What the wrapper casts buckets to, or None."""
+        return _CAST_DTYPES.get(self.wrapper or '')
+
     def as_config(self) -> dict[str, Any]:
         """Return ``dict(type=..., **knobs)`` of plain data."""
         config = {'type': self.type, **self.knobs}

@@ -6,6 +6,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from ...compression import Training
+from ..spec import CommHook
 from ..training import (
     accumulated_iters,
     loss_scale,
@@ -21,21 +22,24 @@ class CompressionHook(Hook):
     """Keeps an instance of a hook class in step with the training.
 
     Of what a :class:`mmcv_custom.compression.Compressor` offers, it uses
-    what the instance has: ``memory_bytes``, ``on_train_start``, ``settle``,
-    ``follow_loss_scale``, and ``may_overflow`` with ``skipped_steps``.
+    what the instance has: ``step_bytes``, ``memory_bytes``,
+    ``on_train_start``, ``settle``, ``follow_loss_scale``, and
+    ``may_overflow`` with ``skipped_steps``.
     ``CommHookRunner`` registers it.
 
     Args:
-        instance: The communication hook of the run's model.
+        comm_hook: The communication hook of the run's model.
     """
 
-    def __init__(self, instance: Any) -> None:
-        self.instance = instance
+    def __init__(self, comm_hook: CommHook) -> None:
+        self.instance = comm_hook.instance
+        self._bucket_dtype = comm_hook.spec.bucket_dtype
         self._skipped_before = 0
         self._handles = []
 
     def before_train(self, runner) -> None:
         """Log the memory; let the instance see and refuse the training."""
+        self._log_bytes(runner)
         nbytes = getattr(self.instance, 'memory_bytes', int)()
         if nbytes:
             runner.logger.info(
@@ -84,6 +88,17 @@ class CompressionHook(Hook):
             self.instance.settle()
         while self._handles:
             self._handles.pop().remove()
+
+    def _log_bytes(self, runner) -> None:
+        if not hasattr(self.instance, 'step_bytes'):
+            return
+        sent = self.instance.step_bytes(self._bucket_dtype)
+        if sent is not None:
+            runner.logger.info(
+                f'A step sends {sent.rank / 2**20:.2f} MiB of gradients from '
+                f'each process, {sent.node / 2**20:.2f} MiB from each machine '
+                'to others'
+            )
 
     def _follow_loss_scale(self, runner) -> None:
         # Also without a scaler: the memory may come from a training with one.
