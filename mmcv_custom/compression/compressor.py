@@ -71,11 +71,11 @@ class Compressor(Exchange):
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
         """As in the base class; ends the step before, if nobody has."""
-        parameters = bucket.parameters()
-        if self._record.has_any(parameters):
+        is_bound = self._pipeline is not None
+        if is_bound and self._record.has_any(bucket.parameters()):
             self.settle()
         future = super().__call__(state, bucket)
-        self._record.add(parameters)
+        self._record.add(bucket.parameters())
         return future
 
     def __getstate__(self) -> dict[str, Any]:

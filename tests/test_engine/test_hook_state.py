@@ -135,7 +135,9 @@ def train(rank, work_dir, hook, iters, feature=None, **options):
     runner = make_runner(work_dir, hook, iters, **options)
     runner.train()
     instance = getattr(runner.comm_hook, 'instance', None)
-    state = copy.deepcopy(instance.state_dict()) if instance else None
+    state = None
+    if hasattr(instance, 'state_dict'):
+        state = copy.deepcopy(instance.state_dict())
     return parameters_of(runner), state, log_of(runner)
 
 

@@ -81,7 +81,8 @@ def see_what_it_gets(rank, work_dir, hook):
 
 @pytest.mark.parametrize('wrapper', [None, 'fp16'])
 def test_is_named_counted_probed_and_told(tmp_path, wrapper):
-    hook, name, probes = SIGN, 'sign[scale=0.5]', ['all_gather']
+    # Its own, and that of the topology.
+    hook, name, probes = SIGN, 'sign[scale=0.5]', ['all_gather'] * 2
     if wrapper is not None:
         hook = {**SIGN, 'wrapper': wrapper}
         name, probes = f'{wrapper}_wrapper({name})', ['all_reduce', *probes]
