@@ -64,7 +64,7 @@ def test_published_layout_becomes_ours_as_the_documentation_says(
         picture = np.full((3, 4, 3), 200, np.uint8)
         cv2.imwrite(f'CamVid/{split}/a.png', picture)
         cv2.imwrite(f'CamVid/{split}annot/a.png', label)
-    text = (Path(__file__).parents[2] / 'docs/experiments.md').read_text()
+    text = (Path(__file__).parents[2] / 'docs/your_own_data.md').read_text()
     (code,) = (
         block
         for block in re.findall(r'```python\n(.*?)```', text, re.DOTALL)

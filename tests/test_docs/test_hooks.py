@@ -1,0 +1,79 @@
+"""The hooks that the pages define are trained, resumed and registered."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.test_engine.test_hook_state import assert_equal, train
+from tests.toy import make_ddp, reference_gradients, train_step
+
+from .pages import blocks
+
+# Of each hook that a page defines: knobs with which a short training uses all
+# of it, and how far that may end from one without a hook.
+HOOKS = {
+    'my_package.my_hook': ({}, 1e-6),
+    'late_fp16.LateFP16': ({'exact_steps': 1}, 1e-3),
+    'sign_sgd.SignSGD': ({'scale': 0.5}, 1.0),
+}
+
+
+def test_all_hooks_are_trained():
+    defined = [
+        f'{Path(block.path).stem}.{name}'
+        for block in blocks('hooks')
+        for name in block.defined
+    ]
+    assert defined == [*HOOKS]
+
+
+def train_and_resume(rank, folder):
+    sys.path.insert(0, str(folder))
+    results = {}
+    for name, (knobs, _) in {None: ({}, 0), **HOOKS}.items():
+        hook = name and {'type': name, **knobs}
+        straight = train(rank, folder / f'{name} straight', hook, 4)
+        train(rank, folder / f'{name} resumed', hook, 2)
+        resumed = train(rank, folder / f'{name} resumed', hook, 4, resume=True)
+        results[name] = straight, resumed
+    return results
+
+
+def test_hooks_train_and_resume(folder):
+    for results in run_ranks(train_and_resume, folder):
+        (exact, _, _), _ = results.pop(None)
+        for name, (straight, resumed) in results.items():
+            parameters, state, log = straight
+            assert f'communication hook {name}' in log
+            for a, b in zip(parameters, resumed[0], strict=True):
+                assert torch.equal(a, b)
+            assert_equal(state, resumed[1])
+            if state is not None:
+                assert state['step'] == 4
+                assert f'is restored: {name}' in resumed[2]
+            far = max(
+                (a - b).abs().max()
+                for a, b in zip(parameters, exact, strict=True)
+            )
+            assert far <= HOOKS[name][1]
+            assert bool(far > 1e-6) is (HOOKS[name][1] > 1e-6)
+
+
+def register_with_plain_ddp(rank, folder, text):
+    sys.path.insert(0, str(folder))
+    ddp = make_ddp()
+    names = {'ddp_model': ddp}
+    exec(text, names)
+    assert ddp._get_ddp_logging_data()['comm_hook']
+    means = reference_gradients(2)
+    for ours, exact in zip(train_step(ddp, rank), means, strict=True):
+        assert (ours - exact).abs().max() <= 2.0**-9 * exact.abs().max()
+    names.clear()
+
+
+@pytest.mark.parametrize('block', blocks('plain DDP'), ids=str)
+def test_plain_ddp(block, folder):
+    run_ranks(register_with_plain_ddp, folder, block.text)
