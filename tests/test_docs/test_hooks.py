@@ -43,7 +43,7 @@ def train_and_resume(rank, folder):
 
 
 def test_hooks_train_and_resume(folder):
-    for results in run_ranks(train_and_resume, folder):
+    for results in run_ranks(train_and_resume, folder, timeout_s=180):
         (exact, _, _), _ = results.pop(None)
         for name, (straight, resumed) in results.items():
             parameters, state, log = straight
