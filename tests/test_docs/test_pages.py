@@ -52,17 +52,18 @@ def test_tables_of_knobs_are_complete():
     text = (ROOT / 'docs/hooks.md').read_text()
     sections = re.split(r'^### ', text, flags=re.MULTILINE)
     for name, hook in COMM_HOOKS.module_dict.items():
-        (section,) = (s for s in sections if f'`{name}`' in s.split('\n')[0])
+        found = [s for s in sections if f'`{name}`' in s.split('\n')[0]]
+        assert len(found) == 1, f'sections on {name}: {len(found)}'
         knobs = {
             knob: parameter.default
             for knob, parameter in inspect.signature(hook).parameters.items()
             if inspect.isclass(hook)
         }
         listed = re.findall(
-            r'^\| `(\w+)` \| `?(\w+)`? \|', section, re.MULTILINE
+            r'^\| `(\w+)` \| `?(\w+)`? \|', found[0], re.MULTILINE
         )
         assert listed == [(k, str(v)) for k, v in knobs.items()]
-        assert ('No knobs.' in section) is (not knobs)
+        assert ('No knobs.' in found[0]) is (not knobs)
 
 
 @pytest.mark.parametrize('block', blocks('config'), ids=str)
