@@ -21,6 +21,7 @@ try:
 except ImportError:  # Python 3.10, where pytest brings it
     import tomli as tomllib
 
+# The commands of CI, one by one.
 CI = [
     shlex.split(command)
     for line in (ROOT / '.ci/run').read_text().splitlines()
@@ -60,7 +61,7 @@ def check_call(words, folder):
             assert importlib.util.find_spec(module)
         case ['python', script, *options] if 'tools/' in script:
             check_tool(script, options)
-        case ['python', '-c' | 'camvid_layout.py', *_]:
+        case ['python', *_]:  # a script of the page, or a line
             run(*words, cwd=folder)
         case _:
             raise AssertionError(f'no rule for {words}')
