@@ -38,6 +38,7 @@ def calls_of(block, folder, *fakes):
         '-euc',
         block.commands,
         cwd=folder,
+        timeout_s=240,
         env={'PATH': path, 'CALLS': str(log)},
     )
     calls = log.read_text().split(f'{END}\0')[:-1]
