@@ -271,9 +271,9 @@ def test_other_parts_build(cfg, tmp_path):
     # Unknown arguments of hooks, transforms, metrics, schedules fail here.
     for key in ('train_dataloader', 'val_dataloader'):
         dataset = copy.deepcopy(cfg[key].dataset)
-        dataset.update(lazy_init=True, data_root=str(tmp_path / 'set'))
-        if dataset.type == 'ShapesDataset':
-            dataset.update(num_train=1, num_val=1, image_size=32)
+        dataset.lazy_init = True
+        if dataset.type != 'ShapesDataset':
+            dataset.data_root = str(tmp_path / 'set')
         DATASETS.build(dataset)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     for scheduler in cfg.param_scheduler:

@@ -24,7 +24,7 @@ CAMVID_DATA = Path(
 # The demo in small. 7 images for two processes with batches of 2, and 3 to
 # evaluate: neither number can be shared out evenly.
 SMALL = """
-shapes = dict(data_root='a set', num_train=7, num_val=3, image_size=56)
+shapes = dict(num_train=7, num_val=3, image_size=56)
 train_dataloader = dict(batch_size=2, dataset=shapes)
 val_dataloader = dict(dataset=shapes)
 test_dataloader = dict(dataset=shapes)

@@ -38,7 +38,7 @@ dist.destroy_process_group()
 """
 CONFIG = """
 _base_ = {demo!r}
-shapes = dict(data_root='set', num_train=4, num_val=2, image_size=56)
+shapes = dict(num_train=4, num_val=2, image_size=56)
 train_dataloader = dict(batch_size=2, dataset=shapes)
 val_dataloader = dict(dataset=shapes)
 test_dataloader = dict(dataset=shapes)

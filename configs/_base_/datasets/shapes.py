@@ -1,11 +1,8 @@
 # Generated shapes on textured ground: 5 classes, background included.
 dataset_type = 'ShapesDataset'
-# Written on first use, 16 MB. Training and validation each hold a copy of
-# these settings; they must agree, as one folder holds both.
-data_root = 'data/shapes'
+# Drawn as they are read; no file is written.
 shapes = dict(
     type=dataset_type,
-    data_root=data_root,
     num_train=400,
     num_val=100,
     image_size=112,
