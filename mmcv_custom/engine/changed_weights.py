@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from mmengine.logging import print_log
 from mmengine.model import is_model_wrapper
-from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.optim import OptimWrapper
 from torch import nn
+
+from .training import optimizers
 
 __all__ = ['forget_changed']
 
@@ -33,11 +35,9 @@ def forget_changed(
     if not saved or not isinstance(optim_wrapper, OptimWrapper):
         return
     names = _changed(checkpoint.get('state_dict', {}), model)
-    if isinstance(optim_wrapper, OptimWrapperDict):
-        for name, wrapper in optim_wrapper.items():
-            _forget(saved.get(name, {}), wrapper.param_groups, names)
-    else:
-        _forget(saved, optim_wrapper.param_groups, names)
+    for name, optimizer in optimizers(optim_wrapper).items():
+        state = saved.get(name, {}) if name else saved
+        _forget(state, optimizer.param_groups, names)
 
 
 def _changed(

@@ -1,38 +1,35 @@
 """The runner that registers the communication hook of the config."""
 
-import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from mmengine.device import get_device
 from mmengine.dist import is_distributed
-from mmengine.model import (
-    MMSeparateDistributedDataParallel,
-    is_model_wrapper,
-    revert_sync_batchnorm,
-)
+from mmengine.model import is_model_wrapper, revert_sync_batchnorm
 from mmengine.optim import OptimWrapper
-from mmengine.registry import MODEL_WRAPPERS, RUNNERS
+from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..files import without_trust
-from .batch_size import log_batch_size
 from .changed_weights import forget_changed
 from .complete_weights import is_test, must_fill
-from .ddp_wrapper import CommHookDistributedDataParallel, attach_comm_hook
-from .distributed import init_cpu_group
+from .cpu_group import init_cpu_group
+from .ddp_wrapper import attach_comm_hook
+from .effective_batch_size import log_effective_batch_size
 from .hook_names import refuse_misspelt_key
 from .hook_state import restore_from_checkpoint, save_beside_checkpoint
 from .hooks import CompressionHook, StateFoldersHook, WrappedModelHook
+from .incompatible_options import (
+    refuse_accumulated_static_graph,
+    refuse_several_loss_scales,
+)
+from .resumed_settings import overruled_settings, schedule_settings
 from .sharded import gathered_on_rank_0, refuse_overlap
 from .spec import CommHook, HookSpec
 from .state_folders import StateFolders, local_folder
-from .training import (
-    overruled_settings,
-    refuse_accumulated_static_graph,
-    schedule_settings,
-)
+from .wrapper_options import takes_hook, wrapper_class, wrapper_options
 
 __all__ = ['CommHookRunner']
 
@@ -85,21 +82,21 @@ class CommHookRunner(Runner):
         Returns:
             The wrapped model, or in a single process the model itself.
         """
-        sync_bn = self.cfg.get('sync_bn')
         if self.distributed and not is_model_wrapper(model):
-            model_wrapper_cfg = self._wrapper_options(model_wrapper_cfg)
-            if _on_cpu():
-                model = self._revert_sync_batchnorm(model)
-            if not _has_trained_parameter(model) and _takes_hook(
-                _wrapper_class(model_wrapper_cfg)
-            ):
-                # DDP refuses it; `train` does, too, but a test may run.
-                return model.to(get_device())
-        try:
+            options = wrapper_options(
+                model_wrapper_cfg,
+                self.cfg.get('find_unused_parameters', False),
+                _on_cpu(),
+            )
+            with self._batch_norm_on_cpu(model) as model:
+                if not _has_trained_parameter(model) and takes_hook(
+                    wrapper_class(options)
+                ):
+                    # DDP refuses it; `train` does, too, but a test may run.
+                    return model.to(get_device())
+                model = super().wrap_model(options, model)
+        else:
             model = super().wrap_model(model_wrapper_cfg, model)
-        finally:
-            if sync_bn is not None:
-                self.cfg.sync_bn = sync_bn
         if self.world_size > 1 and self._train_loop is not None:
             self.comm_hook = attach_comm_hook(model, self._unbound_hook)
         return model
@@ -119,11 +116,12 @@ class CommHookRunner(Runner):
         optim_wrapper = super().build_optim_wrapper(*args, **kwargs)
         refuse_overlap(optim_wrapper)
         refuse_accumulated_static_graph(self.model, optim_wrapper)
+        refuse_several_loss_scales(self.comm_hook, optim_wrapper)
         return optim_wrapper
 
     def scale_lr(self, *args, **kwargs) -> None:
         """Scale as MMEngine does, and say how many samples a step has."""
-        log_batch_size(self)
+        log_effective_batch_size(self)
         super().scale_lr(*args, **kwargs)
 
     def save_checkpoint(
@@ -184,7 +182,7 @@ class CommHookRunner(Runner):
             )
         if self.world_size == 1:
             self._log_ignored('a single process exchanges no gradients')
-        elif _takes_hook(type(self.model)):
+        elif takes_hook(type(self.model)):
             name = self.model._get_ddp_logging_data().get('comm_hook')
             self.logger.info(
                 'Gradient exchange: '
@@ -225,7 +223,7 @@ class CommHookRunner(Runner):
         if not isinstance(holder['ddp_comm_hook'], str):
             # Names instead of classes and functions: the config gets dumped.
             holder['ddp_comm_hook'] = spec.as_config()
-        if options is not None and not _takes_hook(_wrapper_class(options)):
+        if options is not None and not takes_hook(wrapper_class(options)):
             raise ValueError(
                 'ddp_comm_hook needs a DistributedDataParallel, but '
                 f'model_wrapper_cfg.type is {options["type"]!r}'
@@ -239,56 +237,30 @@ class CommHookRunner(Runner):
                 f'{reason}'
             )
 
-    def _wrapper_options(self, model_wrapper_cfg: dict | None) -> dict:
-        """Fill in what MMEngine sets only if no wrapper is configured."""
-        options = copy.deepcopy(model_wrapper_cfg)
-        if options is None:
-            options = {'type': CommHookDistributedDataParallel.__name__}
-        wrapper = _wrapper_class(options)
-        if issubclass(wrapper, CommHookDistributedDataParallel):
-            options.pop('ddp_comm_hook', None)  # registered by this runner
-            options.setdefault(
-                'find_unused_parameters',
-                self.cfg.get('find_unused_parameters', False),
-            )
-        if issubclass(wrapper, DistributedDataParallel) and _on_cpu():
-            # MMEngine always passes device ids, which DDP refuses here.
-            options.setdefault('device_ids', None)
-        return options
+    @contextmanager
+    def _batch_norm_on_cpu(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Yield the model to wrap: on CPU, with BN in the place of SyncBN.
 
-    def _revert_sync_batchnorm(self, model: nn.Module) -> nn.Module:
+        Within it, MMEngine is kept from turning BN into SyncBN, as the key
+        ``sync_bn`` would have it do.
+        """
+        if not _on_cpu():
+            yield model
+            return
         has_sync_bn = any(
             isinstance(m, nn.SyncBatchNorm) for m in model.modules()
         )
-        # With this key MMEngine would turn every BN into SyncBN.
-        asked_for = self.cfg.pop('sync_bn', None) is not None
-        if has_sync_bn or asked_for:
+        sync_bn = self.cfg.pop('sync_bn', None)
+        if has_sync_bn or sync_bn is not None:
             self.logger.info(
                 'SyncBN works on GPU only and becomes BN: each process '
                 'normalises with the statistics of its own batch'
             )
-        return revert_sync_batchnorm(model) if has_sync_bn else model
-
-
-def _takes_hook(wrapper: type) -> bool:
-    # MMSeparate... is a DDP by name only: it wraps each child into one.
-    return issubclass(wrapper, DistributedDataParallel) and not issubclass(
-        wrapper, MMSeparateDistributedDataParallel
-    )
-
-
-def _wrapper_class(options: dict) -> type:
-    """The class that MMEngine would build from `model_wrapper_cfg`."""
-    wrapper = options.get('type', 'MMDistributedDataParallel')
-    found = (
-        MODEL_WRAPPERS.get(wrapper) if isinstance(wrapper, str) else wrapper
-    )
-    if not inspect.isclass(found):
-        raise ValueError(
-            f'model_wrapper_cfg.type={wrapper!r} is no model wrapper; '
-            'registered are ' + ', '.join(sorted(MODEL_WRAPPERS.module_dict))
-        )
-    return found
+        try:
+            yield revert_sync_batchnorm(model) if has_sync_bn else model
+        finally:
+            if sync_bn is not None:
+                self.cfg.sync_bn = sync_bn
 
 
 def _has_trained_parameter(model: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from mmengine.optim import OptimWrapper
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from .training import entry_of, optim_wrappers
+from .training import entry_of, optimizers
 
 __all__ = ['gathered_on_rank_0', 'refuse_overlap']
 
@@ -27,8 +27,8 @@ def refuse_overlap(optim_wrapper: OptimWrapper | dict | None) -> None:
     Raises:
         ValueError: If any of its optimizers is in that mode.
     """
-    for name, wrapper in optim_wrappers(optim_wrapper).items():
-        if entry_of(entry_of(wrapper, 'optimizer'), 'overlap_with_ddp'):
+    for name, optimizer in optimizers(optim_wrapper).items():
+        if entry_of(optimizer, 'overlap_with_ddp'):
             place = '.'.join(filter(None, ['optim_wrapper', name]))
             raise ValueError(
                 f'{place}.optimizer.overlap_with_ddp=True needs a '
@@ -55,22 +55,21 @@ def gathered_on_rank_0(
         RuntimeError: If another rank does not come within the time limit of
             the collectives.
     """
-    optimizers = [
+    sharded = [
         optimizer
-        for wrapper in optim_wrappers(optim_wrapper).values()
-        for optimizer in [entry_of(wrapper, 'optimizer')]
+        for optimizer in optimizers(optim_wrapper).values()
         if isinstance(optimizer, ZeroRedundancyOptimizer)
     ]
-    if optimizers:
+    if sharded:
         _wait_for_all_ranks(logger)
     try:
-        for optimizer in optimizers:
+        for optimizer in sharded:
             optimizer.consolidate_state_dict()
             # state_dict() of MMEngine's class calls it once more.
             optimizer.consolidate_state_dict = lambda to=0: None
         yield
     finally:
-        for optimizer in optimizers:
+        for optimizer in sharded:
             vars(optimizer).pop('consolidate_state_dict', None)
 
 

@@ -9,31 +9,20 @@ from mmengine.optim.scheduler.param_scheduler import (
     LinearParamScheduler,
 )
 from mmengine.runner import Runner
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 __all__ = [
     'accumulated_iters',
     'entry_of',
     'loss_scale',
     'optim_wrappers',
-    'overruled_settings',
-    'refuse_accumulated_static_graph',
-    'schedule_settings',
+    'optimizers',
+    'param_schedulers',
+    'samples_per_iter',
+    'scaled_alike',
+    'unscaled_optimizers',
     'warmup_end',
 ]
-
-# What a schedule's state holds besides its settings.
-_PROGRESS = (
-    'last_step',
-    '_global_step',
-    '_last_value',
-    'base_values',
-    # of ReduceOnPlateau
-    'best',
-    'num_bad_epochs',
-    'cooldown_counter',
-)
 
 
 def optim_wrappers(
@@ -63,6 +52,16 @@ def optim_wrappers(
     }
 
 
+def optimizers(
+    optim_wrapper: OptimWrapper | dict | None,
+) -> dict[str, Optimizer | dict]:
+    """Return a runner's optimizers; see :func:`optim_wrappers`."""
+    return {
+        name: entry_of(wrapper, 'optimizer')
+        for name, wrapper in optim_wrappers(optim_wrapper).items()
+    }
+
+
 def accumulated_iters(optim_wrapper: OptimWrapper | dict | None) -> int:
     """Return over how many iterations gradients are accumulated for a step.
 
@@ -77,35 +76,59 @@ def accumulated_iters(optim_wrapper: OptimWrapper | dict | None) -> int:
     )
 
 
-def refuse_accumulated_static_graph(
-    model: nn.Module, optim_wrapper: OptimWrapper
-) -> None:
-    """Raise ValueError if a DDP of a static graph is to skip exchanges.
+def samples_per_iter(runner: Runner) -> int | None:
+    """Return how many samples a process takes for an iteration.
 
-    Args:
-        model: Wrapped, or with wrapped parts.
-        optim_wrapper: Built.
+    None if a batch sampler decides anew each time. The data loader has to be
+    built.
     """
-    accumulated = accumulated_iters(optim_wrapper)
-    if accumulated > 1 and any(
-        module.static_graph
-        for module in model.modules()
-        if isinstance(module, DistributedDataParallel)
-    ):
-        raise ValueError(
-            'static_graph=True of the model wrapper and '
-            f'accumulative_counts={accumulated} do not go together: DDP '
-            'cannot skip the exchange of a static graph; leave out one of '
-            'the two'
-        )
+    loader = runner.train_dataloader
+    return getattr(loader, 'batch_size', None) or getattr(
+        getattr(loader, 'batch_sampler', None), 'batch_size', None
+    )
 
 
 def loss_scale(optim_wrapper: OptimWrapper) -> float:
-    """Return the factor that a built wrapper scales the loss by now."""
+    """Return the factor that a built wrapper scales the loss by now.
+
+    It is the first loss scaler's if there are several optimizers.
+    """
     for wrapper in optim_wrappers(optim_wrapper).values():
         if hasattr(wrapper, 'loss_scaler'):
             return wrapper.loss_scaler.get_scale()
     return 1.0
+
+
+def scaled_alike(optim_wrapper: OptimWrapper) -> bool:
+    """Whether all gradients are, and will be, scaled by the same factor.
+
+    Args:
+        optim_wrapper: Built. Of several, each scales the loss by itself.
+    """
+    wrappers = optim_wrappers(optim_wrapper).values()
+    factors = {loss_scale(wrapper) for wrapper in wrappers}
+    return len(wrappers) < 2 or (
+        len(factors) == 1 and not any(map(_scale_changes, wrappers))
+    )
+
+
+def _scale_changes(wrapper: OptimWrapper) -> bool:
+    # MMEngine hands a number of the config to each update of its scaler.
+    scaler = getattr(wrapper, 'loss_scaler', None)
+    return (
+        scaler is not None
+        and scaler.is_enabled()
+        and entry_of(wrapper, 'scale_update_param') is None
+    )
+
+
+def unscaled_optimizers(optim_wrapper: OptimWrapper) -> list[Optimizer]:
+    """Return the optimizers of a built wrapper that have no loss scaler."""
+    return [
+        wrapper.optimizer
+        for wrapper in optim_wrappers(optim_wrapper).values()
+        if not hasattr(wrapper, 'loss_scaler')
+    ]
 
 
 def entry_of(config_or_object: Any, name: str) -> Any:
@@ -129,7 +152,7 @@ def warmup_end(runner: Runner) -> int | None:
     full rate. The runner's schedulers have to be built.
     """
     ends = []
-    for scheduler in _schedulers(runner):
+    for scheduler in param_schedulers(runner):
         if scheduler.param_name != 'lr':
             continue
         if isinstance(scheduler, LinearParamScheduler):
@@ -145,45 +168,11 @@ def warmup_end(runner: Runner) -> int | None:
     return max(ends, default=None)
 
 
-def schedule_settings(runner: Runner) -> dict[str, object]:
-    """Return the settings of the built schedulers, by readable names."""
-    return {
-        f'param_scheduler[{i}].{name}': value
-        for i, scheduler in enumerate(_schedulers(runner))
-        if hasattr(scheduler, 'state_dict')  # else not built yet
-        for name, value in scheduler.state_dict().items()
-        if name not in _PROGRESS
-    }
-
-
-def overruled_settings(
-    runner: Runner, settings: dict[str, object]
-) -> list[str]:
-    """Say which settings a resumed checkpoint has overruled or left behind.
-
-    Args:
-        runner: That has resumed.
-        settings: The :func:`schedule_settings` before.
-    """
-    messages = [
-        f'{name} is {value!r} as in the checkpoint, not '
-        f'{settings.get(name)!r} as in the config'
-        for name, value in schedule_settings(runner).items()
-        if settings.get(name, value) != value
-    ]
-    planned = runner.message_hub.runtime_info.get('max_iters')
-    if planned not in (None, runner.max_iters):
-        messages.append(
-            f'the run ends at iteration {runner.max_iters}, the checkpoint '
-            f'is of one that was to end at {planned}'
-        )
-    return messages
-
-
-def _schedulers(runner: Runner) -> list:
+def param_schedulers(runner: Runner) -> list:
+    """Return the schedulers of all optimizers that are built already."""
     schedulers = runner.param_schedulers or []
     if isinstance(schedulers, dict) and 'type' in schedulers:
-        return []  # not built yet
-    if isinstance(schedulers, dict):  # of several optimizers
-        return [*chain(*schedulers.values())]
-    return schedulers
+        return []
+    if isinstance(schedulers, dict):  # by the names of several optimizers
+        schedulers = chain(*schedulers.values())
+    return [each for each in schedulers if hasattr(each, 'state_dict')]

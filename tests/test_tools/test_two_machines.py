@@ -26,11 +26,11 @@ import os, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from mmcv_custom.engine import distributed
+from mmcv_custom.engine import cpu_group, gloo
 
 if len(sys.argv) > 1:
-    distributed._CONNECT_TIMEOUT = timedelta(seconds=float(sys.argv[1]))
-distributed.init_cpu_group('pytorch', timeout=60)
+    gloo._CONNECT_TIMEOUT = timedelta(seconds=float(sys.argv[1]))
+cpu_group.init_cpu_group('pytorch', timeout=60)
 ranks = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(ranks)
 print('used', os.environ['GLOO_SOCKET_IFNAME'], 'sum', ranks.item())

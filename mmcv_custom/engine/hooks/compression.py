@@ -10,7 +10,7 @@ from ..spec import CommHook
 from ..training import (
     accumulated_iters,
     loss_scale,
-    optim_wrappers,
+    unscaled_optimizers,
     warmup_end,
 )
 
@@ -68,9 +68,8 @@ class CompressionHook(Hook):
                     f'{type(self.instance).__name__}.may_overflow needs '
                     + ' and '.join(missing)
                 )
-            for wrapper in optim_wrappers(runner.optim_wrapper).values():
-                if not hasattr(wrapper, 'loss_scaler'):
-                    self._leave_out_overflows(runner, wrapper.optimizer)
+            for optimizer in unscaled_optimizers(runner.optim_wrapper):
+                self._leave_out_overflows(runner, optimizer)
 
     def before_train_iter(
         self, runner, batch_idx: int, data_batch: Any = None

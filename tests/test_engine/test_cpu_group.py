@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mmcv_custom.compression.groups import ENDS_GROUPS
-from mmcv_custom.engine.distributed import init_cpu_group
+from mmcv_custom.engine.cpu_group import init_cpu_group
 from mmcv_custom.engine.network import find_interface
 from tests.ranks import run_ranks
 from tests.test_engine.toy_runner import make_runner
@@ -158,7 +158,7 @@ def test_group_ends_with_the_process(end):
 import atexit
 import torch.distributed as dist
 atexit.register(lambda: print('left:', dist.is_initialized()))
-from mmcv_custom.engine.distributed import init_cpu_group
+from mmcv_custom.engine.cpu_group import init_cpu_group
 init_cpu_group('pytorch')
 {end}
 """

@@ -7,22 +7,16 @@ import subprocess
 import sys
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from ..compression.groups import ENDS_GROUPS
-from .network import find_interface, list_interfaces
+from .gloo import init_gloo
 
 __all__ = ['init_cpu_group']
 
 CPU_BACKENDS = ('gloo', 'mpi', 'ucc')
-# When all processes have started, connecting takes moments. gloo tries a few
-# times this long; without it, a machine that no other one can reach would
-# keep those that wait for it until the timeout of the collectives.
-_CONNECT_TIMEOUT = timedelta(seconds=15)
-_INTERFACE = 'GLOO_SOCKET_IFNAME'
 
 
 def init_cpu_group(
@@ -36,10 +30,6 @@ def init_cpu_group(
 
     MMEngine's launchers set a CUDA device unconditionally, but leave a
     process group alone that exists.
-
-    gloo takes the network interface that the host's name stands for, which
-    is the loopback on many machines. Here it takes the one that reaches the
-    other machines, unless ``GLOO_SOCKET_IFNAME`` names one.
 
     The group ends with the process, unless somebody has ended it before:
     threads of gloo that outlive the interpreter may abort a process that has
@@ -59,17 +49,7 @@ def init_cpu_group(
         RuntimeError: If gloo cannot connect the processes.
     """
     backend = backend or 'gloo'
-    if not any(name in backend.lower() for name in CPU_BACKENDS):
-        raise ValueError(
-            f'env_cfg.dist_cfg.backend={backend!r}, but this machine shows '
-            "no accelerator; use 'gloo', or leave the backend out"
-        )
-    if timeout is not None:
-        if not isinstance(timeout, (int, float)) or timeout <= 0:
-            raise ValueError(
-                f'env_cfg.dist_cfg.timeout={timeout!r} must be a positive '
-                'number of seconds'
-            )
+    _check_config(backend, timeout)
     if launcher == 'slurm':
         _translate_slurm_environment(port)
     elif launcher != 'pytorch':
@@ -83,7 +63,7 @@ def init_cpu_group(
     if timeout is not None:
         limit = timedelta(seconds=timeout)
     if 'gloo' in backend.lower():
-        _init_gloo(backend, limit, **options)
+        init_gloo(backend, limit, **options)
     else:
         dist.init_process_group(backend, timeout=limit, **options)
     if ENDS_GROUPS:
@@ -98,46 +78,18 @@ def _end_group(process: int) -> None:
         dist.destroy_process_group()
 
 
-def _init_gloo(
-    backend: str,
-    timeout: timedelta,
-    init_method: str | None = None,
-    rank: int = -1,
-    world_size: int = -1,
-    **options: Any,
-) -> None:
-    """Start gloo when all processes are there, on a fitting interface."""
-    where = init_method or 'env://'
-    rendezvous = dist.rendezvous(where, rank, world_size, timeout=timeout)
-    store, rank, world_size = next(rendezvous)
-    store.set_timeout(timeout)
-    master = urlsplit(where).hostname or os.environ.get('MASTER_ADDR')
-    if master:
-        names = dist.PrefixStore('interfaces', store)
-        interface = find_interface(names, rank, world_size, master)
-        if interface and not os.environ.get(_INTERFACE):
-            os.environ[_INTERFACE] = interface
-    # Not in every torch. Without it, the timeout could not grow again.
-    set_timeout = getattr(dist, 'set_timeout', None)
-    try:
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore('default_pg', store),
-            rank=rank,
-            world_size=world_size,
-            timeout=min(timeout, _CONNECT_TIMEOUT) if set_timeout else timeout,
-            **options,
+def _check_config(backend: str, timeout: float | None) -> None:
+    if not any(name in backend.lower() for name in CPU_BACKENDS):
+        raise ValueError(
+            f'env_cfg.dist_cfg.backend={backend!r}, but this machine shows '
+            "no accelerator; use 'gloo', or leave the backend out"
         )
-    except RuntimeError as error:
-        raise RuntimeError(
-            f'gloo cannot connect the {world_size} processes; this one, rank '
-            f'{rank}, used {_INTERFACE}={os.environ.get(_INTERFACE, "")} of '
-            f'{list_interfaces()}. Set {_INTERFACE} on each machine to the '
-            'interface that reaches the others, and see that no firewall '
-            f'stands between them. gloo says: {error}'
-        ) from error
-    if set_timeout:
-        set_timeout(timeout)
+    if timeout is not None:
+        if not isinstance(timeout, (int, float)) or timeout <= 0:
+            raise ValueError(
+                f'env_cfg.dist_cfg.timeout={timeout!r} must be a positive '
+                'number of seconds'
+            )
 
 
 def _translate_slurm_environment(port: int | None) -> None:

@@ -1,22 +1,19 @@
-"""The samples of an optimizer step."""
+"""Whether a step has as many samples as the learning rate is meant for."""
 
 from mmengine.runner import Runner
 
-from .training import accumulated_iters
+from .training import accumulated_iters, samples_per_iter
 
-__all__ = ['log_batch_size']
+__all__ = ['log_effective_batch_size']
 
 
-def log_batch_size(runner: Runner) -> None:
+def log_effective_batch_size(runner: Runner) -> None:
     """Compare the samples of a step with what the config is made for.
 
     Data loader and optimizers have to be built.
     """
-    loader = runner.train_dataloader
-    per_process = getattr(loader, 'batch_size', None) or getattr(
-        getattr(loader, 'batch_sampler', None), 'batch_size', None
-    )
-    if per_process is None:  # a batch sampler decides
+    per_process = samples_per_iter(runner)
+    if per_process is None:
         return
     accumulated = accumulated_iters(runner.optim_wrapper)
     total = per_process * runner.world_size * accumulated
