@@ -150,48 +150,39 @@ def load_hook_state(
     """
     if record is None:
         return 'the checkpoint has none'
-    instance, part, problem, counters = comm_hook.instance, None, None, None
+    instance = comm_hook.instance
+    part, problem = _read_part(comm_hook, checkpoint, record)
+    problems = _gather_problems(problem)
+    if not problems:
+        problems = _gather_problems(_take_over(instance, part))
+        if not problems:
+            return None
+        if not hasattr(instance, 'load_counters'):
+            raise RuntimeError(
+                f'the state of {comm_hook.name} was not restored: '
+                + '; '.join(problems)
+            )
+    _start_empty(instance, _counters_of(part, record))
+    return problems[0]
+
+
+def _part(checkpoint: Path, rank: int) -> Path:
+    return state_folder(checkpoint) / f'rank{rank}.pth'
+
+
+def _read_part(
+    comm_hook: CommHook, checkpoint: Path, record: dict[str, Any]
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Return this rank's part, and why it cannot be taken over, if so."""
     try:
         part = torch.load(
             _part(checkpoint, get_rank()),
             map_location='cpu',
             weights_only=True,
         )
-        problem = _difference(part, record, comm_hook)
-        if part['token'] == record['token'] and isinstance(
-            part['state'], dict
-        ):
-            counters = {
-                k: v for k, v in part['state'].items() if k != 'tensors'
-            }
+        return part, _difference(part, record, comm_hook)
     except Exception as error:
-        problem = f'{type(error).__name__}: {error}'
-    found = all_gather_object((problem, counters))
-    if not any(problem for problem, _ in found):
-        try:
-            instance.load_state_dict(part['state'])
-        except Exception as error:
-            problem = f'{type(error).__name__}: {error}'
-        found = all_gather_object((problem, counters))
-        if not any(problem for problem, _ in found):
-            return None
-        if not hasattr(instance, 'load_counters'):
-            raise RuntimeError(
-                f'the state of {comm_hook.name} was not restored: '
-                + '; '.join(
-                    f'{problem} (rank {rank})'
-                    for rank, (problem, _) in enumerate(found)
-                    if problem
-                )
-            )
-    if hasattr(instance, 'load_counters'):
-        instance.load_counters(next((c for _, c in found if c), {}))
-    rank = next(rank for rank, (problem, _) in enumerate(found) if problem)
-    return f'{found[rank][0]} (rank {rank})'
-
-
-def _part(checkpoint: Path, rank: int) -> Path:
-    return state_folder(checkpoint) / f'rank{rank}.pth'
+        return None, f'{type(error).__name__}: {error}'
 
 
 def _difference(
@@ -208,3 +199,41 @@ def _difference(
             f'{get_world_size()}'
         )
     return None
+
+
+def _take_over(instance: Any, part: dict[str, Any]) -> str | None:
+    """Load this rank's part; return why it could not be loaded, if so."""
+    try:
+        instance.load_state_dict(part['state'])
+    except Exception as error:
+        return f'{type(error).__name__}: {error}'
+    return None
+
+
+def _gather_problems(problem: str | None) -> list[str]:
+    """Return what the ranks, this one included, have as a problem."""
+    return [
+        f'{each} (rank {rank})'
+        for rank, each in enumerate(all_gather_object(problem))
+        if each
+    ]
+
+
+def _counters_of(
+    part: dict[str, Any] | None, record: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return the counters in a part of this checkpoint, if it is one."""
+    if (
+        part is None
+        or part['token'] != record['token']
+        or not isinstance(part.get('state'), dict)
+    ):
+        return None
+    return {k: v for k, v in part['state'].items() if k != 'tensors'}
+
+
+def _start_empty(instance: Any, counters: dict[str, Any] | None) -> None:
+    """Forget what is remembered; go on counting where any rank knows how."""
+    found = [each for each in all_gather_object(counters) if each]
+    if hasattr(instance, 'load_counters'):
+        instance.load_counters(found[0] if found else {})
