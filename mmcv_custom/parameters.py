@@ -7,19 +7,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .contract import opaque
+from .names import plain_name
 
-__all__ = ['ReducedParameters', 'plain_name', 'reduced_parameters']
-
-# What torch.compile and activation checkpointing put before the names of
-# what they wrap.
-_WRAPPED = ('_orig_mod.', '_checkpoint_wrapped_module.')
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name in the model as it was written."""
-    for part in _WRAPPED:
-        name = name.replace(part, '')
-    return name
+__all__ = ['ReducedParameters', 'reduced_parameters']
 
 
 def reduced_parameters(

@@ -16,14 +16,17 @@ ALLOWED = {
     '__init__': set(),
     'contract': {'torch'},
     'ddp_hooks': {'contract', 'torch'},
-    'parameters': {'contract', 'torch'},
+    'names': set(),
+    'parameters': {'contract', 'names', 'torch'},
     'compression': {'contract', 'ddp_hooks', 'parameters', 'torch'},
     'files': {'torch', 'numpy', 'safetensors', 'mmengine'},
     'engine': {
-        *('compression', 'contract', 'ddp_hooks', 'files', 'parameters'),
-        *('torch', 'mmengine'),
+        *('compression', 'contract', 'ddp_hooks', 'files', 'names'),
+        *('parameters', 'torch', 'mmengine'),
     },
-    'models': {'files', 'torch', 'timm', 'mmcv', 'mmengine', 'mmseg'},
+    'models': {
+        *('files', 'names', 'torch', 'timm', 'mmcv', 'mmengine', 'mmseg')
+    },
     'datasets': {'numpy', 'cv2', 'mmcv', 'mmengine', 'mmseg'},
 }
 

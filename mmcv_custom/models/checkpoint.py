@@ -12,6 +12,7 @@ from mmengine.logging import print_log
 from torch import Tensor, nn
 
 from ..files import read_weights
+from ..names import plain_name
 from .layers import resize_pos_embed
 from .layouts import (
     LAYOUTS,
@@ -169,7 +170,11 @@ def fit_weights(
     own = model.state_dict()
     del own[GRID_NAME]
     report = LoadReport(expected=len(own))
-    named = to_timm_names(unwrap_state_dict(weights))
+    own_name = {plain_name(name): name for name in own}
+    named = {
+        own_name.get(name, name): value
+        for name, value in to_timm_names(unwrap_state_dict(weights)).items()
+    }
     grid = named.pop(GRID_NAME, None)
     fitted = {}
     for name, value in named.items():

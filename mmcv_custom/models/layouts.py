@@ -15,12 +15,22 @@ from typing import Any
 
 import torch
 
-__all__ = ['LAYOUTS', 'backbone_names', 'to_timm_names', 'unwrap_state_dict']
+from ..names import PARALLEL, plain_name
+
+__all__ = [
+    'LAYOUTS',
+    'PREFIXES',
+    'backbone_names',
+    'to_segmentor_names',
+    'to_timm_names',
+    'unwrap_state_dict',
+]
 
 LAYOUTS = "timm's, the published model code's and transformers'"
+BACKBONE = 'backbone.'
 PREFIXES = (
-    'module.',
-    'backbone.',
+    PARALLEL,
+    BACKBONE,
     'model.vision_tower.',
     'vision_tower.',
     'vision_model.',
@@ -68,8 +78,8 @@ def to_timm_names(weights: Mapping[str, Any]) -> dict[str, Any]:
         weights: Names and tensors of any known layout; not changed.
 
     Returns:
-        The weights under timm's names, those of other parts left out, q, k
-        and v joined. Unknown names are kept.
+        The weights under timm's names of parts that are not compiled, those
+        of other parts left out, q, k and v joined. Unknown names are kept.
     """
     renamed = {}
     for name, stripped in _without_prefixes(weights).items():
@@ -79,9 +89,39 @@ def to_timm_names(weights: Mapping[str, Any]) -> dict[str, Any]:
     return _join_qkv(renamed)
 
 
+def to_segmentor_names(
+    weights: Mapping[str, Any], parts: Iterable[str]
+) -> dict[str, Any]:
+    """Bring the weights of a file into the layout of MMSegmentation 1.x.
+
+    Args:
+        weights: Of a segmentor, the original experiments' among them, which
+            keep the pyramid in the backbone, or of a backbone alone; not
+            changed.
+        parts: Names of the segmentor's parts: backbone, neck, heads.
+
+    Returns:
+        The weights under the names of parts that are not compiled.
+    """
+    named = {
+        plain_name(name.removeprefix(PARALLEL)): value
+        for name, value in unwrap_state_dict(weights).items()
+    }
+    if not any(name.startswith(BACKBONE) for name in named):
+        own = tuple(f'{part}.' for part in parts)
+        named = {
+            name if name.startswith(own) else BACKBONE + name: value
+            for name, value in named.items()
+        }
+    return {
+        re.sub(rf'^{BACKBONE}(up[1-4]\.)', r'neck.\1', name): value
+        for name, value in named.items()
+    }
+
+
 def _without_prefixes(names: Iterable[str]) -> dict[str, str]:
     """The names that are left, each with its form without prefixes."""
-    stripped = {name: name for name in names}
+    stripped = {name: plain_name(name) for name in names}
     while True:
         prefix = next(
             (

@@ -1,19 +1,15 @@
 """A segmentor that reads the checkpoints of the original experiments."""
 
-import re
-
 from mmseg.models.decode_heads.decode_head import BaseDecodeHead
 from mmseg.models.segmentors import EncoderDecoder
 from mmseg.registry import MODELS
 from torch import nn
 
+from ..names import COMPILED
 from .checkpoint import keep_classifier_if_classes_differ
-from .layouts import unwrap_state_dict
+from .layouts import to_segmentor_names
 
 __all__ = ['InternViTSegmentor']
-
-# What torch.compile puts before the names of what it wraps.
-_COMPILED = '_orig_mod.'
 
 
 @MODELS.register_module()
@@ -36,27 +32,12 @@ class InternViTSegmentor(EncoderDecoder):
     def _load_from_state_dict(
         self, state_dict: dict, prefix: str, *args
     ) -> None:
-        given = unwrap_state_dict(
-            {
-                name[len(prefix) :]: state_dict.pop(name)
-                for name in list(state_dict)
-                if name.startswith(prefix)
-            }
-        )
         given = {
-            name.removeprefix('module.').replace(_COMPILED, ''): value
-            for name, value in given.items()
+            name[len(prefix) :]: state_dict.pop(name)
+            for name in list(state_dict)
+            if name.startswith(prefix)
         }
-        if not any(name.startswith('backbone.') for name in given):
-            own = tuple(f'{name}.' for name in self._modules)
-            given = {
-                name if name.startswith(own) else f'backbone.{name}': value
-                for name, value in given.items()
-            }
-        given = {
-            re.sub(r'^backbone\.(up[1-4]\.)', r'neck.\1', name): value
-            for name, value in given.items()
-        }
+        given = to_segmentor_names(given, self._modules)
         given = _with_names_of_compiled_parts(given, self)
         state_dict.update({prefix + name: v for name, v in given.items()})
         for name, module in self.named_modules():
@@ -70,7 +51,7 @@ class InternViTSegmentor(EncoderDecoder):
 def _with_names_of_compiled_parts(weights: dict, model: nn.Module) -> dict:
     for path, _ in model.named_modules():
         path = f'{path}.'
-        outer = path.removesuffix(_COMPILED)
+        outer = path.removesuffix(COMPILED)
         if outer != path:
             weights = {
                 path + name[len(outer) :]

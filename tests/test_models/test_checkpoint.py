@@ -12,6 +12,7 @@ from torch.nn.functional import interpolate
 from torch.nn.parallel import DistributedDataParallel
 
 from mmcv_custom.models import InternViT
+from mmcv_custom.names import plain_name
 from tests.test_models.tiny import (
     LIKE_6B,
     LIKE_300M,
@@ -520,7 +521,26 @@ def test_names_of_compiled_parts(tmp_path, saved, loaded):
     target = make_segmentor(upernet_config())
     load_checkpoint(_compile_parts(target, loaded), path, strict=True)
     for name, value in target.state_dict().items():
-        assert torch.equal(value, expected[name.replace('_orig_mod.', '')])
+        assert torch.equal(value, expected[plain_name(name)])
+
+
+@pytest.mark.parametrize(
+    'saved', [['model'], ['backbone'], ['blocks', 'backbone', 'model']]
+)
+@pytest.mark.parametrize('compile_blocks', [False, True])
+def test_names_of_compiled_parts_in_init_cfg(tmp_path, saved, compile_blocks):
+    source = make_segmentor(seed=1)
+    expected = {n: v.clone() for n, v in source.backbone.state_dict().items()}
+    path = str(tmp_path / 'compiled.pth')
+    torch.save(_compile_parts(source, saved).state_dict(), path)
+    backbone = make_backbone(
+        init_cfg={'type': 'Pretrained', 'checkpoint': path}
+    )
+    if compile_blocks:
+        backbone.blocks[1] = torch.compile(backbone.blocks[1], backend='eager')
+    backbone.init_weights()
+    for name, value in backbone.state_dict().items():
+        assert torch.equal(value, expected[plain_name(name)])
 
 
 @pytest.mark.parametrize(

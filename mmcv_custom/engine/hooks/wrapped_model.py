@@ -6,7 +6,8 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from torch import nn
 
-from ...parameters import ReducedParameters, plain_name
+from ...names import plain_name
+from ...parameters import ReducedParameters
 from ..ddp_wrapper import CommHookDistributedDataParallel
 from ..training import accumulated_iters
 
