@@ -15,18 +15,19 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .archs import (
-    check_grid,
-    check_img_size,
-    check_out_indices,
-    resolve_arch,
-)
+from .archs import resolve_arch
 from .checkpoint import GRID_NAME, fit_weights, read_backbone_weights
 from .layers import resize_pos_embed
+from .options import (
+    DTYPES,
+    check_grid,
+    check_img_size,
+    check_options,
+    check_out_indices,
+)
 
 __all__ = ['InternViT']
 
-DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
 # No classifier, pool or final norm: nothing would read them. The weights
 # are drawn here, as timm's own initialiser is named like MMEngine's.
 TRUNK_OPTIONS = {
@@ -96,7 +97,7 @@ class InternViT(VisionTransformer, BaseModule):
         shape = resolve_arch(arch)
         out_indices = check_out_indices(out_indices, shape.depth)
         built = out_indices[-1] + 1
-        _check_options(dtype, drop_path_rate, frozen_blocks, built)
+        check_options(dtype, drop_path_rate, frozen_blocks, built)
         # A block's drop rate must not depend on the blocks left out above.
         drop_path_rate *= (built - 1) / max(shape.depth - 1, 1)
         super().__init__(
@@ -108,10 +109,7 @@ class InternViT(VisionTransformer, BaseModule):
             **TRUNK_OPTIONS,
             **shape.trunk_options(),
         )
-        self.init_cfg = copy.deepcopy(init_cfg)
-        if isinstance(init_cfg, dict) and 'checkpoint' in init_cfg:
-            # as --cfg-options ...init_cfg.checkpoint=FILE alone makes it
-            self.init_cfg.setdefault('type', 'Pretrained')
+        self.init_cfg = _with_type(init_cfg)
         self.arch = shape
         self.checkpoint_grid = check_grid(checkpoint_grid)
         self.out_indices = out_indices
@@ -262,27 +260,19 @@ class InternViT(VisionTransformer, BaseModule):
             )
 
 
+def _with_type(init_cfg: dict | list | None) -> dict | list | None:
+    """Copy it; complete what --cfg-options ...checkpoint=FILE alone makes."""
+    init_cfg = copy.deepcopy(init_cfg)
+    if isinstance(init_cfg, dict) and 'checkpoint' in init_cfg:
+        init_cfg.setdefault('type', 'Pretrained')
+    return init_cfg
+
+
 def _is_pretrained(init_cfg: dict | list | None) -> bool:
     kind = init_cfg.get('type') if isinstance(init_cfg, dict) else None
     if isinstance(kind, str):
         kind = WEIGHT_INITIALIZERS.get(kind)
     return kind is PretrainedInit
-
-
-def _check_options(
-    dtype: str, drop_path_rate: float, frozen_blocks: int, built: int
-) -> None:
-    if dtype not in DTYPES:
-        raise ValueError(
-            f'dtype={dtype!r} is unknown; choose from {sorted(DTYPES)}'
-        )
-    if not 0 <= drop_path_rate < 1:
-        raise ValueError(f'drop_path_rate={drop_path_rate} must be in [0, 1)')
-    if not 0 <= frozen_blocks <= built:
-        raise ValueError(
-            f'frozen_blocks={frozen_blocks} must be in 0..{built}, the '
-            'number of blocks up to the last of out_indices'
-        )
 
 
 @torch.no_grad()
