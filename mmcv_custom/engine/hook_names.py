@@ -1,6 +1,7 @@
 """Names of communication hooks, and what they stand for."""
 
 import difflib
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -93,7 +94,8 @@ def find_hook(name: str) -> Callable:
 
     Raises:
         ValueError: For a name of nothing.
-        TypeError: For the name of something that cannot be called.
+        TypeError: For the name of something that cannot be called, or of a
+            class whose instances cannot.
     """
     # Not .get(): it takes the first part of a dotted name for a scope.
     if name in COMM_HOOKS.module_dict:
@@ -114,7 +116,18 @@ def find_hook(name: str) -> Callable:
         ) from cause
     if not callable(hook):
         raise TypeError(f'ddp_comm_hook {name!r} is {hook!r}, not a hook')
+    if inspect.isclass(hook) and not _makes_callables(hook):
+        raise TypeError(
+            f'ddp_comm_hook {name!r} is {hook!r}, whose instances cannot be '
+            'called as hook(state, bucket)'
+        )
     return hook
+
+
+def _makes_callables(cls: type) -> bool:
+    return not issubclass(cls, type) and any(
+        '__call__' in vars(base) for base in cls.__mro__
+    )
 
 
 def alternatives(name: str, names: list[str]) -> str:

@@ -1,7 +1,7 @@
 """From the config key ``ddp_comm_hook`` to a communication hook."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -187,16 +187,26 @@ def _plain(value: Any) -> Any:
                 raise TypeError(f'ddp_comm_hook: {key!r} is no name of a knob')
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
+        if type(value) not in (list, tuple):
+            raise TypeError(
+                f'ddp_comm_hook: {value!r} is a {type(value).__name__}, which '
+                'a dumped config cannot hold; write a plain list, tuple or '
+                'dict'
+            )
         return type(value)(map(_plain, value))
     return value
 
 
-def _knob_parameters(target: Callable) -> dict[str, inspect.Parameter]:
-    """Return what a hook takes besides the arguments we or DDP supply."""
+def _parameters_of(target: Callable) -> Mapping[str, inspect.Parameter]:
     try:
-        parameters = list(inspect.signature(target).parameters.values())
+        return inspect.signature(target).parameters
     except ValueError:  # some builtins have none
         return {}
+
+
+def _knob_parameters(target: Callable) -> dict[str, inspect.Parameter]:
+    """Return what a hook takes besides the arguments we or DDP supply."""
+    parameters = list(_parameters_of(target).values())
     if not inspect.isclass(target):
         # The first two by position are state and bucket.
         leading = [
@@ -264,6 +274,6 @@ def _bind_knobs(
     resolved = {**defaults, **knobs}
     if not inspect.isclass(target):
         return (partial(target, **knobs) if knobs else target), resolved
-    if 'process_group' in inspect.signature(target).parameters:
+    if 'process_group' in _parameters_of(target):
         knobs = {**knobs, 'process_group': process_group}
     return target(**knobs), resolved

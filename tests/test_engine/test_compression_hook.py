@@ -8,8 +8,11 @@ import math
 import pytest
 import torch
 from mmengine.hooks import Hook
+from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from mmengine.optim.optimizer import amp_optimizer_wrapper
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
+from mmcv_custom.engine.hooks import CompressionHook
 from tests.ranks import run_ranks
 from tests.test_engine.test_hook_state import (
     HOOKS,
@@ -318,3 +321,96 @@ def test_memory_follows_the_loss_scale(tmp_path, name):
         scale = a[-1]['state']['loss_scale']
         other = b[-1]['state']['tensors']['error'][key]
         assert torch.equal(value, other * scale)
+
+
+class Remembering:
+    """A user's hook that answers as it is told."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def __call__(self, state, bucket):
+        return bucket.buffer()
+
+    def memory_bytes(self):
+        return self.answer
+
+
+@pytest.mark.parametrize('answer', ['1 MiB', None, True], ids=repr)
+def test_memory_that_is_no_number_is_refused(tmp_path, answer):
+    runner = make_runner(tmp_path, None, launcher='none')
+    hook = CompressionHook(Remembering(answer))
+    message = rf'Remembering\.memory_bytes\(\) returned {answer!r}, not a num'
+    with pytest.raises(TypeError, match=message):
+        hook.before_train(runner)
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class TwoScalers:
+    """Two optimizers, each with the loss scale that its key says."""
+
+    def __init__(self, optim_wrapper_cfg, paramwise_cfg=None):
+        self.scales = optim_wrapper_cfg['scales']
+
+    def __call__(self, model):
+        layers = getattr(model, 'module', model).layers
+        parts = {'first': layers[:2], 'others': layers[2:]}
+        return OptimWrapperDict(
+            **{
+                name: self.wrap(part, scale)
+                for (name, part), scale in zip(
+                    parts.items(), self.scales, strict=True
+                )
+            }
+        )
+
+    @staticmethod
+    def wrap(part, scale):
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+        if scale is None:
+            return OptimWrapper(optimizer)
+        return AmpOptimWrapper(loss_scale=scale, optimizer=optimizer)
+
+
+@amp_on_cpu()
+def start_with_two_scalers(rank, work_dir, refused, fine):
+    errors = []
+    for number, (hook, scales) in enumerate([*refused, *fine]):
+        runner = make_runner(
+            work_dir / str(number),
+            hook,
+            2,
+            model=ToyModel(),
+            optim_wrapper={'constructor': 'TwoScalers', 'scales': scales},
+        )
+        if number < len(refused):
+            with pytest.raises(ValueError, match='loss scale') as error:
+                runner.train()
+            errors.append(str(error.value))
+        else:
+            runner.build_optim_wrapper(runner.optim_wrapper)
+    return errors
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.amp, 'GradScaler'), reason='torch 2.1 has no CPU scaler'
+)
+def test_scalers_that_may_part_are_refused(tmp_path):
+    """A hook's memory follows one loss scale."""
+    refused = [
+        ('int8', ['dynamic', 'dynamic']),
+        (POWERSGD, [{'init_scale': 8.0}, {'init_scale': 8.0}]),
+        ('fp16_scaled', [8.0, 4.0]),
+        ('int8', [8.0, None]),
+    ]
+    fine = [
+        ('int8', [8.0, 8.0]),
+        ('int8', [None, None]),
+        ('fp16', ['dynamic', 'dynamic']),
+    ]
+    for errors in run_ranks(start_with_two_scalers, tmp_path, refused, fine):
+        for error, (hook, _) in zip(errors, refused, strict=True):
+            name = hook if isinstance(hook, str) else hook['type']
+            assert f"ddp_comm_hook='{name}" in error
+            assert 'the optimizers of this run have several' in error
+            assert "'bf16', 'fp16' or 'allreduce'" in error

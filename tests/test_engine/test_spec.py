@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -20,6 +21,11 @@ from tests.ranks import run_ranks
 from tests.test_engine.toy_runner import make_cfg
 
 DOTTED = 'tests.user_hooks.scaled'
+
+
+class Pair(NamedTuple):
+    first: int
+    second: int
 
 
 @pytest.fixture
@@ -133,6 +139,33 @@ def test_normalized(cfg, spec):
         ('tests.user_hooks.nothing', ValueError, "'nothing'"),
         ('tests.user_hooks.GOOD', TypeError, 'not a hook'),
         ({'type': 'tests.user_hooks.needs_knob'}, ValueError, 'needs rank'),
+        (
+            {'type': DOTTED, 'factor': Pair(1, 2)},
+            TypeError,
+            'Pair(first=1, second=2) is a Pair, which a dumped config cannot',
+        ),
+        (
+            {'type': DOTTED, 'factor': [{'deep': Pair(1, 2)}]},
+            TypeError,
+            'Pair(first=1, second=2) is a Pair',
+        ),
+        (
+            'builtins.int',
+            TypeError,
+            "'builtins.int' is <class 'int'>, whose instances cannot be "
+            'called as hook(state, bucket)',
+        ),
+        ('builtins.type', TypeError, "'builtins.type' is <class 'type'>"),
+        (
+            {'type': 'collections.OrderedDict', 'wrapper': 'fp16'},
+            TypeError,
+            'whose instances cannot be called',
+        ),
+        (
+            'tests.test_engine.test_spec.Pair',
+            TypeError,
+            'whose instances cannot be called',
+        ),
     ],
 )
 def test_refused(cfg, error, message):
@@ -276,3 +309,9 @@ def test_a_misspelt_key_is_refused(tmp_path):
     cfg['cfg']['ddp_com_hook'] = 'fp16'
     with pytest.raises(ValueError, match="did you mean 'ddp_comm_hook'"):
         CommHookRunner(**cfg)
+
+
+def test_class_without_a_signature():
+    """torch's C++ classes have none; functools.partial is one at hand."""
+    with pytest.raises(TypeError, match="'partial' takes at least one"):
+        build_comm_hook('functools.partial')

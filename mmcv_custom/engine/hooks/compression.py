@@ -1,11 +1,14 @@
 """What a communication hook needs to know of the training."""
 
+from logging import Logger
+from numbers import Real
 from typing import Any
 
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from ...compression import Training
+from ...compression.collective import Sent
 from ..spec import CommHook
 from ..training import (
     accumulated_iters,
@@ -21,10 +24,10 @@ __all__ = ['CompressionHook']
 class CompressionHook(Hook):
     """Keeps an instance of a hook class in step with the training.
 
-    Of what a :class:`mmcv_custom.compression.Compressor` offers, it uses
-    what the instance has: ``step_bytes``, ``memory_bytes``,
-    ``on_train_start``, ``settle``, ``follow_loss_scale``, and
-    ``may_overflow`` with ``skipped_steps``.
+    It uses what the instance has of the methods of a
+    :class:`mmcv_custom.compression.Compressor`: ``step_bytes``,
+    ``memory_bytes``, ``on_train_start``, ``settle``, ``follow_loss_scale``,
+    and ``may_overflow`` with ``skipped_steps``.
     ``CommHookRunner`` registers it.
 
     Args:
@@ -38,14 +41,15 @@ class CompressionHook(Hook):
         self._handles = []
 
     def before_train(self, runner) -> None:
-        """Log the memory; let the instance see and refuse the training."""
-        self._log_bytes(runner)
-        nbytes = getattr(self.instance, 'memory_bytes', int)()
-        if nbytes:
-            runner.logger.info(
-                'Gradient compression keeps '
-                f'{nbytes / 2**20:.1f} MiB per process'
-            )
+        """Log bytes and memory; let the instance see and refuse the training.
+
+        Raises:
+            TypeError: If a method of the instance is missing or wrong.
+        """
+        if hasattr(self.instance, 'step_bytes'):
+            self._log_bytes(runner.logger)
+        if hasattr(self.instance, 'memory_bytes'):
+            self._log_memory(runner.logger)
         if hasattr(self.instance, 'on_train_start'):
             iters = accumulated_iters(runner.optim_wrapper)
             warmup_iters = warmup_end(runner)
@@ -58,16 +62,7 @@ class CompressionHook(Hook):
             )
         self._follow_loss_scale(runner)
         if getattr(self.instance, 'may_overflow', False):
-            missing = [
-                name
-                for name in ('settle', 'skipped_steps')
-                if not hasattr(self.instance, name)
-            ]
-            if missing:
-                raise TypeError(
-                    f'{type(self.instance).__name__}.may_overflow needs '
-                    + ' and '.join(missing)
-                )
+            self._check_overflow_count()
             for optimizer in unscaled_optimizers(runner.optim_wrapper):
                 self._leave_out_overflows(runner, optimizer)
 
@@ -88,15 +83,43 @@ class CompressionHook(Hook):
         while self._handles:
             self._handles.pop().remove()
 
-    def _log_bytes(self, runner) -> None:
-        if not hasattr(self.instance, 'step_bytes'):
-            return
+    def _log_bytes(self, logger: Logger) -> None:
         sent = self.instance.step_bytes(self._bucket_dtype)
-        if sent is not None:
-            runner.logger.info(
-                f'A step sends {sent.rank / 2**20:.2f} MiB of gradients from '
-                f'each process, {sent.node / 2**20:.2f} MiB from each machine '
-                'to others'
+        if sent is None:
+            return
+        if not isinstance(sent, Sent):
+            raise TypeError(
+                f'{type(self.instance).__name__}.step_bytes() returned '
+                f'{sent!r}, neither a Sent nor None'
+            )
+        logger.info(
+            f'A step sends {sent.rank / 2**20:.2f} MiB of gradients from each '
+            f'process, {sent.node / 2**20:.2f} MiB from each machine to others'
+        )
+
+    def _log_memory(self, logger: Logger) -> None:
+        nbytes = self.instance.memory_bytes()
+        if not isinstance(nbytes, Real) or isinstance(nbytes, bool):
+            raise TypeError(
+                f'{type(self.instance).__name__}.memory_bytes() returned '
+                f'{nbytes!r}, not a number of bytes'
+            )
+        if nbytes:
+            logger.info(
+                'Gradient compression keeps '
+                f'{nbytes / 2**20:.1f} MiB per process'
+            )
+
+    def _check_overflow_count(self) -> None:
+        missing = [
+            name
+            for name in ('settle', 'skipped_steps')
+            if not hasattr(self.instance, name)
+        ]
+        if missing:
+            raise TypeError(
+                f'{type(self.instance).__name__}.may_overflow needs '
+                + ' and '.join(missing)
             )
 
     def _follow_loss_scale(self, runner) -> None:
