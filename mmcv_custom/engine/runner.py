@@ -29,6 +29,7 @@ from .resumed_settings import overruled_settings, schedule_settings
 from .sharded import gathered_on_rank_0, refuse_overlap
 from .spec import CommHook, HookSpec
 from .state_folders import StateFolders, local_folder
+from .weight_options import check_weight_options
 from .wrapper_options import takes_hook, wrapper_class, wrapper_options
 
 __all__ = ['CommHookRunner']
@@ -173,7 +174,9 @@ class CommHookRunner(Runner):
         Raises:
             ValueError: If all parameters are frozen, or the options of the
                 optimizers or the wrapper exclude each other.
+            FileNotFoundError: If a file of weights is not there.
         """
+        check_weight_options(self, trains=True)
         if not _has_trained_parameter(self.model):
             raise ValueError(
                 f'no parameter of the {self._model_name} requires a gradient, '
@@ -196,11 +199,13 @@ class CommHookRunner(Runner):
 
     def val(self) -> dict:
         """Validate; a configured hook is not used."""
+        check_weight_options(self, trains=False)
         self._log_ignored('validation exchanges no gradients')
         return super().val()
 
     def test(self) -> dict:
         """Test; a configured hook is not used."""
+        check_weight_options(self, trains=False)
         self._log_ignored('a test exchanges no gradients')
         return super().test()
 

@@ -12,10 +12,11 @@ from typing import Any
 
 from mmengine.runner.checkpoint import CheckpointLoader
 
+from .kinds import find_file, kind_of
 from .reading import TRUSTED, Choice, explained, read_checkpoint
 from .safe_load import safe_mode
 
-__all__ = ['read_weights', 'without_trust']
+__all__ = ['check_weights', 'read_weights', 'without_trust']
 
 # Those of MMEngine's schemes that download with torch.hub.
 DOWNLOADS = (
@@ -48,6 +49,21 @@ def read_weights(path: str, wanted: Choice = iter) -> Any:
     return read_checkpoint(
         without_trust(path), wanted=wanted, trusted=path.startswith(TRUSTED)
     )
+
+
+def check_weights(path: str) -> None:
+    """Look whether a path may be read, as far as that is known beforehand.
+
+    Args:
+        path: As in `read_weights`. Only local ones are looked at.
+
+    Raises:
+        FileNotFoundError, ValueError: There is no file, or it holds no
+            weights.
+    """
+    path = without_trust(path)
+    if '://' not in path:
+        kind_of(find_file(path))
 
 
 def without_trust(path: str) -> str:

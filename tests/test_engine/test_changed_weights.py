@@ -1,31 +1,22 @@
 """A resumed training whose image size, and so a weight, is another."""
 
-import itertools
-
 import pytest
 import torch
-from mmengine.config import ConfigDict
 from mmengine.optim import OptimWrapperDict
 
 from mmcv_custom.engine import CommHookRunner
 from mmcv_custom.engine.changed_weights import forget_changed
-from tests.test_models.tiny import make_sample, segmentor_config
+from tests.test_models.tiny import make_runner, segmentor_config
 
-NUMBERS = itertools.count()
 EMBEDDING = 'backbone.pos_embed'
 
 
-def make_runner(work_dir, size, iters, **options):
-    return CommHookRunner(
-        model=ConfigDict(segmentor_config({'img_size': size})),
-        work_dir=str(work_dir),
-        train_dataloader={
-            'batch_size': 2,
-            'dataset': [make_sample(seed) for seed in range(4)],
-            'sampler': {'type': 'InfiniteSampler', 'shuffle': False},
-            'collate_fn': {'type': 'pseudo_collate'},
-        },
-        train_cfg={'type': 'IterBasedTrainLoop', 'max_iters': iters},
+def start(work_dir, size, iters, **options):
+    return make_runner(
+        work_dir,
+        segmentor_config({'img_size': size}),
+        iters,
+        CommHookRunner,
         default_hooks={
             'checkpoint': {
                 'type': 'CheckpointHook',
@@ -33,12 +24,7 @@ def make_runner(work_dir, size, iters, **options):
                 'interval': 2,
             }
         },
-        default_scope='mmseg',
-        experiment_name=f'changed{next(NUMBERS)}',
-        **{
-            'optim_wrapper': {'optimizer': {'type': 'AdamW', 'lr': 1e-3}},
-            **options,
-        },
+        **options,
     )
 
 
@@ -53,8 +39,8 @@ def steps_of(runner):
 
 @pytest.mark.parametrize('size', [(56, 56), (84, 84), (28, 112), (112, 28)])
 def test_only_the_resized_embedding_starts_anew(tmp_path, size):
-    make_runner(tmp_path, (28, 112), 2).train()
-    runner = make_runner(
+    start(tmp_path, (28, 112), 2).train()
+    runner = start(
         tmp_path,
         size,
         4,
@@ -76,7 +62,7 @@ def test_of_several_optimizers(tmp_path):
     model = torch.nn.ModuleDict(
         {n: torch.nn.Linear(2, 2, bias=False) for n in 'ab'}
     )
-    runner = make_runner(tmp_path, (56, 56), 1)
+    runner = start(tmp_path, (56, 56), 1)
     wrappers = {
         n: runner.build_optim_wrapper(
             {

@@ -1,11 +1,9 @@
 """A test needs all weights of a model; a training may start from a part."""
 
 import copy
-import itertools
 
 import pytest
 import torch
-from mmengine.config import ConfigDict
 from mmengine.evaluator import BaseMetric, Evaluator
 from mmengine.model import BaseTTAModel
 from mmengine.registry import MODELS
@@ -14,13 +12,12 @@ from mmcv_custom.engine import CommHookRunner
 from mmcv_custom.engine.complete_weights import must_fill
 from tests.ranks import run_ranks
 from tests.test_models.tiny import (
+    make_runner,
     make_sample,
     make_segmentor,
     segmentor_config,
     upernet_config,
 )
-
-NUMBERS = itertools.count()
 
 
 class Pixels(BaseMetric):
@@ -57,12 +54,9 @@ def dataloader(**options):
     }
 
 
-def make_runner(work_dir, config, load_from, **options):
+def start(work_dir, config, load_from, **options):
     """As a config makes it: with training, even if it is only tested."""
     options = {
-        'train_dataloader': dataloader(batch_size=2),
-        'train_cfg': {'type': 'IterBasedTrainLoop', 'max_iters': 1},
-        'optim_wrapper': {'optimizer': {'type': 'SGD', 'lr': 1e-3}},
         'val_dataloader': dataloader(),
         'val_cfg': {},
         'val_evaluator': Evaluator(Pixels()),
@@ -71,12 +65,12 @@ def make_runner(work_dir, config, load_from, **options):
         'test_evaluator': Evaluator(Pixels()),
         **options,
     }
-    return CommHookRunner(
-        model=ConfigDict(copy.deepcopy(config)),
-        work_dir=str(work_dir),
-        default_scope='mmseg',
+    return make_runner(
+        work_dir,
+        config,
+        1,
+        CommHookRunner,
         load_from=str(load_from),
-        experiment_name=f'complete{next(NUMBERS)}',
         **options,
     )
 
@@ -163,7 +157,7 @@ def test_a_part_is_refused_by_a_test(tmp_path, name, method):
     config, change, listed = PARTS[name]
     path = tmp_path / 'part.pth'
     save(path, config, change)
-    runner = make_runner(tmp_path, config, path)
+    runner = start(tmp_path, config, path)
     with pytest.raises(RuntimeError, match='unset') as error:
         getattr(runner, method)()
     for text in [*listed, str(path)]:
@@ -178,7 +172,7 @@ def test_a_training_may_start_from_a_part(tmp_path, name):
     config, change, _ = PARTS[name]
     path = tmp_path / 'part.pth'
     save(path, config, change)
-    runner = make_runner(
+    runner = start(
         tmp_path,
         config,
         path,
@@ -200,9 +194,7 @@ def test_a_complete_checkpoint_is_tested(tmp_path, method, only_testing):
     path = tmp_path / 'complete.pth'
     weights = save(path, OURS)
     options = dict.fromkeys(('train_dataloader', 'train_cfg', 'optim_wrapper'))
-    runner = make_runner(
-        tmp_path, OURS, path, **(options if only_testing else {})
-    )
+    runner = start(tmp_path, OURS, path, **(options if only_testing else {}))
     assert getattr(runner, method)() == {'finite': True}
     for name, value in runner.model.state_dict().items():
         assert torch.equal(value, weights[name]), name
@@ -211,15 +203,13 @@ def test_a_complete_checkpoint_is_tested(tmp_path, method, only_testing):
 def test_counters_may_be_missing(tmp_path):
     path = tmp_path / 'old.pth'
     save(path, OURS, drop('decode_head.norm.num_batches_tracked'))
-    assert make_runner(tmp_path, OURS, path).test() == {'finite': True}
+    assert start(tmp_path, OURS, path).test() == {'finite': True}
 
 
 def test_averaged_weights_are_tested(tmp_path):
     path = tmp_path / 'complete.pth'
     weights = save(path, OURS)
-    runner = make_runner(
-        tmp_path, OURS, path, custom_hooks=[{'type': 'EMAHook'}]
-    )
+    runner = start(tmp_path, OURS, path, custom_hooks=[{'type': 'EMAHook'}])
     assert runner.test() == {'finite': True}
     for name, value in runner.model.state_dict().items():
         assert torch.equal(value, weights[name]), name
@@ -230,13 +220,13 @@ def test_augmented_test(tmp_path):
     save(path, OURS, drop('decode_head.'))
     config = {'type': FirstOfSeveral, 'module': OURS}
     with pytest.raises(RuntimeError, match=r'decode_head\.conv_seg\.weight'):
-        make_runner(tmp_path, config, path).test()
+        start(tmp_path, config, path).test()
 
 
 def test_a_loading_by_hand_stays_tolerant(tmp_path):
     path = tmp_path / 'part.pth'
     save(path, OURS, drop('decode_head.'))
-    runner = make_runner(tmp_path, OURS, path)
+    runner = start(tmp_path, OURS, path)
     runner.load_checkpoint(str(path))
     assert all(p.isfinite().all() for p in runner.model.parameters())
 
@@ -254,7 +244,7 @@ def test_what_a_model_does_not_save_is_left_alone():
 
 
 def refused_on(rank, work_dir, path):
-    runner = make_runner(work_dir, OURS, path, launcher='pytorch')
+    runner = start(work_dir, OURS, path, launcher='pytorch')
     with pytest.raises(RuntimeError) as error:
         runner.test()
     return str(error.value)
@@ -273,7 +263,7 @@ def test_every_rank_refuses(tmp_path):
 def test_trusted_files_are_tested(tmp_path):
     path = tmp_path / 'complete.pth'
     weights = save(path, OURS)
-    runner = make_runner(tmp_path, OURS, f'trusted://{path}')
+    runner = start(tmp_path, OURS, f'trusted://{path}')
     assert runner.test() == {'finite': True}
     name = 'decode_head.conv_seg.weight'
     assert torch.equal(runner.model.state_dict()[name], weights[name])

@@ -1,5 +1,8 @@
 """Small backbones and segmentors, and a runner for them."""
 
+import copy
+import itertools
+
 import torch
 from mmengine.config import ConfigDict
 from mmengine.registry import init_default_scope
@@ -16,6 +19,7 @@ SHAPE = {'embed_dims': 32, 'depth': 4, 'num_heads': 2}
 # The two families: 6B (RMSNorm, q/k norm, no bias) and 300M.
 LIKE_6B = {'type': 'tiny', **SHAPE}
 LIKE_300M = {'type': '300m', **SHAPE}
+NUMBERS = itertools.count()  # MMEngine wants another name for each runner
 
 
 def make_backbone(arch=LIKE_6B, seed=0, **options):
@@ -99,21 +103,22 @@ def make_sample(seed, size=56, num_classes=3):
     return {'inputs': image, 'data_samples': sample}
 
 
-def make_runner(work_dir, config, iters=8, **options):
-    return Runner(
-        model=config,
-        work_dir=str(work_dir),
-        train_dataloader={
-            'batch_size': 2,
-            'dataset': [make_sample(seed) for seed in range(4)],
-            'sampler': {'type': 'InfiniteSampler', 'shuffle': False},
-            'collate_fn': {'type': 'pseudo_collate'},
-        },
-        train_cfg={'type': 'IterBasedTrainLoop', 'max_iters': iters},
-        default_scope='mmseg',
-        experiment_name=f'tiny_{id(work_dir)}_{torch.rand(1).item()}',
+def make_runner(work_dir, config, iters=8, runner_type=Runner, **options):
+    """A runner of a segmentor; `options` replace its arguments."""
+    return runner_type(
         **{
+            'model': ConfigDict(copy.deepcopy(config)),
+            'work_dir': str(work_dir),
+            'train_dataloader': {
+                'batch_size': 2,
+                'dataset': [make_sample(seed) for seed in range(4)],
+                'sampler': {'type': 'InfiniteSampler', 'shuffle': False},
+                'collate_fn': {'type': 'pseudo_collate'},
+            },
+            'train_cfg': {'type': 'IterBasedTrainLoop', 'max_iters': iters},
             'optim_wrapper': {'optimizer': {'type': 'AdamW', 'lr': 1e-3}},
+            'default_scope': 'mmseg',
+            'experiment_name': f'tiny{next(NUMBERS)}',
             **options,
-        },
+        }
     )

@@ -9,6 +9,31 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 TOOLS = REPO / 'tools'
+CONFIGS = REPO / 'configs/internvit'
+(DEMO,) = CONFIGS.glob('*shapes*')
+
+# Lines of a config that make the demo small. 7 images for two processes with
+# batches of 2, and 3 to evaluate: neither number can be shared out evenly.
+SMALL = """
+shapes = dict(num_train=7, num_val=3, image_size=56)
+train_dataloader = dict(batch_size=2, dataset=shapes)
+val_dataloader = dict(dataset=shapes)
+test_dataloader = dict(dataset=shapes)
+model = dict(
+    data_preprocessor=dict(size=(56, 56)),
+    backbone=dict(
+        arch=dict(embed_dims=32, num_heads=2), img_size=56, patch_size=14))
+default_hooks = dict(
+    logger=dict(interval=1), visualization=dict(draw=True, interval=1))
+"""
+# The demo itself, for four iterations.
+SMALL_DEMO = f"""
+_base_ = {str(DEMO)!r}
+{SMALL}
+model['decode_head'] = dict(in_channels=32)
+train_cfg = dict(max_iters=4, val_interval=4)
+default_hooks['checkpoint'] = dict(interval=4)
+"""
 
 
 def run(*command, cwd, timeout_s=120, env=None, check=True):

@@ -7,25 +7,12 @@ import pytest
 import torch.distributed as dist
 from mmengine.config import Config
 
-from .scripts import REPO, fake_program, load_tool, run
+from .scripts import CONFIGS, DEMO, REPO, fake_program, load_tool, run
 
 TRAIN = load_tool('train')
 TEST = load_tool('test')
 CONFIG_STEP = load_tool('config_step')
-DEMO = (
-    REPO
-    / 'configs/internvit'
-    / next(
-        name
-        for name in os.listdir(REPO / 'configs/internvit')
-        if 'shapes' in name
-    )
-)
-ADE = (
-    REPO
-    / 'configs/internvit'
-    / 'internvit-6b_upernet_8xb2-80k_ade20k-504x504.py'
-)
+ADE = CONFIGS / 'internvit-6b_upernet_8xb2-80k_ade20k-504x504.py'
 
 
 @pytest.fixture(name='config')

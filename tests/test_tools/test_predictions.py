@@ -14,10 +14,9 @@ from mmseg.structures import SegDataSample
 from mmseg.utils import register_all_modules
 from PIL import Image
 
-from .scripts import REPO, TOOLS, load_tool, run
+from .scripts import DEMO, TOOLS, load_tool, run
 
 SAVE = load_tool('save_predictions')
-(DEMO,) = (REPO / 'configs/internvit').glob('*shapes*')
 CONFIG = f"""
 _base_ = {str(DEMO)!r}
 model = dict(

@@ -10,36 +10,15 @@ import mmseg
 import numpy as np
 import pytest
 
-from .scripts import REPO, TOOLS, run
+from .scripts import CONFIGS, DEMO, REPO, SMALL, SMALL_DEMO, TOOLS, run
 
 pytestmark = pytest.mark.e2e
 
-CONFIGS = REPO / 'configs/internvit'
-DEMO = next(CONFIGS.glob('*shapes*'))
 CAMVID = next(CONFIGS.glob('*camvid*'))
 CAMVID_DATA = Path(
     os.environ.get('MMCV_CUSTOM_CAMVID', REPO.parent / 'shared/data/camvid')
 )
 
-# The demo in small. 7 images for two processes with batches of 2, and 3 to
-# evaluate: neither number can be shared out evenly.
-SMALL = """
-shapes = dict(num_train=7, num_val=3, image_size=56)
-train_dataloader = dict(batch_size=2, dataset=shapes)
-val_dataloader = dict(dataset=shapes)
-test_dataloader = dict(dataset=shapes)
-model = dict(
-    data_preprocessor=dict(size=(56, 56)),
-    backbone=dict(
-        arch=dict(embed_dims=32, num_heads=2), img_size=56, patch_size=14))
-default_hooks = dict(
-    logger=dict(interval=1), visualization=dict(draw=True, interval=1))
-"""
-ITERATIONS = """
-model['decode_head'] = dict(in_channels=32)
-train_cfg = dict(max_iters=4, val_interval=4)
-default_hooks['checkpoint'] = dict(interval=4)
-"""
 EPOCHS = """
 model['decode_head'] = dict(in_channels=32)
 train_cfg = dict(
@@ -60,7 +39,7 @@ train_cfg = dict(max_iters=2, val_interval=2)
 
 @pytest.fixture(name='folder', scope='module')
 def _folder(tmp_path_factory):
-    """A folder with small configs, and the data set once it was needed."""
+    """A folder with small configs."""
     folder = tmp_path_factory.mktemp('some where')
     base = f'_base_ = {str(DEMO)!r}\n'
     parts = [
@@ -74,7 +53,7 @@ def _folder(tmp_path_factory):
     ]
     upernet = f'_base_ = {[str(CONFIGS / part) for part in parts]}\n'
     for name, text in (
-        ('iterations', base + SMALL + ITERATIONS),
+        ('iterations', SMALL_DEMO),
         ('epochs', base + SMALL + EPOCHS),
         ('upernet', upernet + SMALL + UPERNET),
     ):

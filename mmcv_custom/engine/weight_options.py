@@ -1,0 +1,74 @@
+"""The options of a run that name files of weights."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from mmengine.dist import all_gather_object
+from mmengine.model import is_model_wrapper
+from mmengine.runner import Runner
+from torch import nn
+
+from ..files import check_weights
+from ..names import plain_name
+
+__all__ = ['check_weight_options']
+
+
+def check_weight_options(runner: Runner, trains: bool) -> None:
+    """Look at all files of weights before anything takes long.
+
+    A collective.
+
+    Args:
+        runner: About to start, with its model.
+        trains: Whether it trains, and so initialises the model.
+
+    Raises:
+        FileNotFoundError, ValueError: On all ranks, if one of them lacks a
+            file or it is something else; names option and file.
+        TypeError: If ``resume`` is a path.
+    """
+    if isinstance(runner._resume, str):
+        raise TypeError(
+            f'resume={runner._resume!r} must be True or False; '
+            'load_from names the file to resume from'
+        )
+    options = [*_loaded(runner)]
+    if trains:
+        options += _initial(runner.model)
+    for rank, error in enumerate(all_gather_object(_first_error(options))):
+        if error is not None:
+            raise type(error)(f'{error} (rank {rank})')
+
+
+def _loaded(runner: Runner) -> Iterator[tuple[str, str]]:
+    """What MMEngine loads or resumes from, by option."""
+    latest = Path(runner.work_dir, 'last_checkpoint')
+    if runner._load_from is not None:
+        yield 'load_from', str(runner._load_from)
+    elif runner._resume and latest.is_file():
+        yield f'resume=True, so {latest}', latest.read_text().strip()
+
+
+def _initial(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """What the parts of a model are initialised from, by option."""
+    if is_model_wrapper(model):
+        model = model.module
+    for name, module in model.named_modules():
+        given = getattr(module, 'init_cfg', None)
+        for init_cfg in given if isinstance(given, list) else [given]:
+            if isinstance(init_cfg, dict) and init_cfg.get('checkpoint'):
+                parts = ['model', plain_name(f'{name}.').rstrip('.')]
+                option = '.'.join([*filter(None, parts), 'init_cfg'])
+                yield f'{option}.checkpoint', str(init_cfg['checkpoint'])
+
+
+def _first_error(options: list[tuple[str, str]]) -> Exception | None:
+    for option, path in options:
+        try:
+            check_weights(path)
+        except FileNotFoundError as error:
+            return FileNotFoundError(f'{option}: {error}')
+        except (OSError, ValueError) as error:
+            return ValueError(f'{option}: {error}')
+    return None
