@@ -61,7 +61,7 @@ class FewShotADE20KDataset(CheckedADE20KDataset):
     def __init__(
         self, fraction: float, subset_seed: int = 0, **kwargs
     ) -> None:
-        # Before the files are listed, which may take long or fail.
+        # Checked before the files are listed, which may take long or fail.
         _check_choice(fraction, subset_seed)
         self.fraction = fraction
         self.subset_seed = subset_seed

@@ -79,7 +79,7 @@ class LoadCheckedAnnotations(LoadAnnotations):
         self._check(labels, results)
         labels = labels.astype(np.uint8)
         if results['reduce_zero_label']:
-            # 0 becomes 255 by itself.
+            # In uint8, 0 - 1 is 255, so 0 becomes ignored.
             labels = np.where(labels == _IGNORED, labels, labels - 1)
         if results.get('label_map') is not None:
             table = np.arange(256, dtype=np.uint8)
@@ -102,7 +102,8 @@ class LoadCheckedAnnotations(LoadAnnotations):
                 f'{path} is no label map: it has shape {labels.shape} and '
                 f'dtype {labels.dtype}, not one channel of class numbers'
             )
-        # With chosen classes, the file still numbers all of them.
+        # If only some classes were chosen, files still number all of them,
+        # which are the keys of label_map.
         classes = results.get('label_map') or range(
             results.get('num_classes', 0)
         )

@@ -87,7 +87,7 @@ def _count(spec: ShapesSpec, path: dict[str, str | None]) -> int:
     return spec.num_train if path['split'] == 'train' else spec.num_val
 
 
-# 8 MB of the demo's training set: drawn once per process, not per epoch.
+# So a process draws the pictures of the demo once, not in each epoch.
 @lru_cache(maxsize=512)
 def _encoded(spec: ShapesSpec, split: str, index: int) -> tuple[bytes, bytes]:
     """Image and label of a sample as PNG, which loses nothing."""

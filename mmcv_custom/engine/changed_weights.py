@@ -26,10 +26,11 @@ def forget_changed(
     another order. They start anew, with a log line.
 
     Args:
-        checkpoint: Of MMEngine, that has been loaded into `model`; entries
+        checkpoint: What MMEngine has read and loaded into `model`; entries
             of its optimizer state are removed.
-        model: Wrapped or not.
-        optim_wrapper: One or several; if not built yet, nothing is done.
+        model: The model, wrapped or not.
+        optim_wrapper: The runner's, of one optimizer or of several; if it
+            is not built yet, nothing is done.
     """
     saved = checkpoint.get('optimizer')
     if not saved or not isinstance(optim_wrapper, OptimWrapper):
@@ -59,7 +60,8 @@ def _forget(
     param_groups: list[dict[str, Any]],
     names: dict[nn.Parameter, str],
 ) -> None:
-    # What does not pair is for MMEngine to refuse, if it resumes.
+    # Groups that differ in number or length are not refused here: MMEngine
+    # does that when it resumes the optimizer.
     saved_groups = state.get('param_groups', [])
     for group, saved in zip(param_groups, saved_groups, strict=False):
         for parameter, index in zip(

@@ -39,8 +39,9 @@ def init_cpu_group(
         launcher: ``'pytorch'`` (torchrun's environment variables) or
             ``'slurm'`` (Slurm's, which are translated into torchrun's).
         backend: What the config asks for; None is gloo.
-        timeout: Of the collectives, in seconds; None is torch's default.
-        port: Of the first process, for Slurm.
+        timeout: How long a collective may take, in seconds; None is torch's
+            default.
+        port: Where the first process listens, if the launcher is Slurm.
         **options: More options of ``init_process_group``.
 
     Raises:
@@ -57,7 +58,7 @@ def init_cpu_group(
             f'launcher={launcher!r} cannot start training on CPU; use '
             "'pytorch' or 'slurm'"
         )
-    # Unknown options are named before this waits for other processes.
+    # An unknown option raises here, before the wait for other processes.
     inspect.signature(dist.init_process_group).bind_partial(**options)
     limit = default_pg_timeout
     if timeout is not None:

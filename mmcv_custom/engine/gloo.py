@@ -11,9 +11,9 @@ from .network import find_interface, list_interfaces
 
 __all__ = ['init_gloo']
 
-# When all processes have started, connecting takes moments. gloo tries a few
-# times this long; without it, a machine that no other one can reach would
-# keep those that wait for it until the timeout of the collectives.
+# How long gloo may try to connect, a few times over. It takes moments, as all
+# processes have met in the store by then. With the timeout of the collectives
+# instead, all would wait that long for a machine that none can reach.
 _CONNECT_TIMEOUT = timedelta(seconds=15)
 _INTERFACE = 'GLOO_SOCKET_IFNAME'
 
@@ -34,7 +34,7 @@ def init_gloo(
 
     Args:
         backend: gloo, or several with gloo among them.
-        timeout: Of the collectives.
+        timeout: How long a collective may take.
         init_method: As in ``init_process_group``.
         rank: As in ``init_process_group``.
         world_size: As in ``init_process_group``.
@@ -53,7 +53,8 @@ def init_gloo(
         interface = find_interface(names, rank, world_size, master)
         if interface and not os.environ.get(_INTERFACE):
             os.environ[_INTERFACE] = interface
-    # Not in every torch. Without it, the timeout could not grow again.
+    # torch 2.1 cannot change the timeout of a group, so the short one for
+    # connecting would remain.
     set_timeout = getattr(dist, 'set_timeout', None)
     try:
         dist.init_process_group(

@@ -23,7 +23,7 @@ def normalize_name(
     """Return the name that an entry of ``ddp_comm_hook`` stands for.
 
     Args:
-        key: Of the entry, for errors.
+        key: The key of the entry, which errors name.
         value: A name in any case, a registered function or class, or None.
         aliases: Other names, in lower case, and what they stand for.
         names: What is registered.
@@ -97,7 +97,8 @@ def find_hook(name: str) -> Callable:
         TypeError: For the name of something that cannot be called, or of a
             class whose instances cannot.
     """
-    # Not .get(): it takes the first part of a dotted name for a scope.
+    # COMM_HOOKS.get() would take the first part of a dotted path for one of
+    # MMEngine's scopes.
     if name in COMM_HOOKS.module_dict:
         return COMM_HOOKS.module_dict[name]
     module, _, attribute = name.rpartition('.')

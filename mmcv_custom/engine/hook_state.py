@@ -33,10 +33,11 @@ def save_beside_checkpoint(
     """Write this rank's hook state, if there is one, before a checkpoint.
 
     Args:
-        runner: With the ``comm_hook``. Its message hub gets what belongs into
-            the checkpoint.
+        runner: The runner that has the ``comm_hook``. Its message hub gets
+            what belongs into the checkpoint.
         checkpoint: The file to come; None if it goes to another storage.
-        meta: Of the checkpoint; its ``iter`` counts the iterations done.
+        meta: What the checkpoint will have as its ``meta``; the ``iter`` in
+            it counts the iterations done.
     """
     runner.message_hub.runtime_info.pop(_RECORD, None)
     if not _has_state(runner.comm_hook):
@@ -100,7 +101,7 @@ def save_hook_state(
     :func:`load_hook_state` notices.
 
     Args:
-        comm_hook: With a state.
+        comm_hook: A hook whose instance has a state.
         checkpoint: The file that the checkpoint will be written to.
         token: Tells this checkpoint from others of the same name, alike on
             all ranks. One that is saved again with the same state needs the
@@ -134,7 +135,7 @@ def load_hook_state(
     """Read this rank's state back, on all ranks or on none.
 
     Args:
-        comm_hook: With a state.
+        comm_hook: A hook whose instance has a state.
         checkpoint: The file that was resumed from.
         record: What :func:`save_hook_state` returned for it; None if nothing
             was saved.

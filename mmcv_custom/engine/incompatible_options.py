@@ -17,7 +17,7 @@ def refuse_accumulated_static_graph(
 
     Args:
         model: Wrapped, or with wrapped parts.
-        optim_wrapper: Built.
+        optim_wrapper: A built one.
     """
     accumulated = accumulated_iters(optim_wrapper)
     if accumulated > 1 and any(
@@ -42,8 +42,8 @@ def refuse_several_loss_scales(
     it follows one.
 
     Args:
-        comm_hook: Of the run, or None.
-        optim_wrapper: Built.
+        comm_hook: The hook of the run, or None.
+        optim_wrapper: A built one.
     """
     if hasattr(
         getattr(comm_hook, 'instance', None), 'follow_loss_scale'

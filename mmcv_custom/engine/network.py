@@ -13,7 +13,7 @@ from torch.distributed import Store
 __all__ = ['find_interface', 'list_interfaces']
 
 _SIOCGIFCONF = 0x8912  # Linux: lists the IPv4 addresses
-_IFREQ_BYTES = 40  # of one entry: a name of 16 bytes, then a socket address
+_IFREQ_BYTES = 40  # an entry is a name of 16 bytes and a socket address
 _IF_INET6 = Path('/proc/net/if_inet6')  # Linux: lists the IPv6 addresses
 _ANY_PORT = 9
 
@@ -23,15 +23,15 @@ def find_interface(
 ) -> str | None:
     """Find the interface of this machine that reaches the other ones.
 
-    That is the one of the address from which this machine reaches the first
-    process's. On the first machine itself, whose name often stands for a
-    loopback address there, it is the one that reaches another machine.
+    It is the interface that packets to the first process's machine leave
+    from. On that machine, whose own name often stands for a loopback address,
+    it is the interface that packets to another machine leave from.
 
     A collective: it returns when every process has called it.
 
     Args:
-        store: Shared by the processes; takes one key of each.
-        rank: Of this process.
+        store: A store that the processes share; each sets one key.
+        rank: The rank of this process.
         world_size: The number of processes.
         master: Name or address of the first process's machine.
 
@@ -94,7 +94,7 @@ def _list_addresses() -> Iterator[tuple]:
     used, _ = struct.unpack('iP', reply)
     for offset in range(0, used, _IFREQ_BYTES):
         name, packed = struct.unpack_from('16s4x4s', buffer, offset)
-        # A further address may have a label of its own: `eth0:1`.
+        # A second address of an interface may have a label, as `eth0:1`.
         name = name.rstrip(b'\0').decode().partition(':')[0]
         yield ipaddress.IPv4Address(packed), name
     if _IF_INET6.is_file():

@@ -6,10 +6,11 @@ from .. import compression
 
 __all__ = ['COMM_HOOKS']
 
-# An entry is a hook function ``hook(state, bucket, **knobs)``, or a class
-# whose instances are hooks and whose constructor takes the knobs and, if it
-# likes, ``process_group``. The state of either is the process group. What an
-# instance may have besides is listed in docs/your_own_hook.md.
+# An entry is a function ``hook(state, bucket, **knobs)``, or a class whose
+# constructor takes the knobs and, if it likes, ``process_group``, and whose
+# instances are called as ``hook(state, bucket)``. The state that either gets
+# is the process group. docs/your_own_hook.md lists what else an instance may
+# have.
 COMM_HOOKS = Registry(
     'communication hook', locations=['mmcv_custom.engine.registry']
 )

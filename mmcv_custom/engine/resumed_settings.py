@@ -6,8 +6,8 @@ from .training import param_schedulers
 
 __all__ = ['overruled_settings', 'schedule_settings']
 
-# What the state of a schedule holds besides its settings: how far it is. The
-# last three are of ReduceOnPlateau.
+# Entries of a schedule's state that are no settings but say how far it has
+# come. The last three are those of ReduceOnPlateau.
 _PROGRESS = (
     'last_step',
     '_global_step',
@@ -35,8 +35,8 @@ def overruled_settings(
     """Say which settings a resumed checkpoint has overruled or left behind.
 
     Args:
-        runner: That has resumed.
-        settings: The :func:`schedule_settings` before.
+        runner: A runner that has resumed.
+        settings: What :func:`schedule_settings` returned before it did.
     """
     messages = [
         f'{name} is {value!r} as in the checkpoint, not '

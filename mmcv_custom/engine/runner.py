@@ -34,7 +34,7 @@ from .wrapper_options import takes_hook, wrapper_class, wrapper_options
 
 __all__ = ['CommHookRunner']
 
-# MMEngine's, where nothing is configured.
+# The env_cfg that MMEngine's Runner gets where none is configured.
 _DEFAULT_ENV_CFG = {'dist_cfg': {'backend': 'nccl'}}
 
 
@@ -60,7 +60,8 @@ class CommHookRunner(Runner):
     def setup_env(self, env_cfg: dict) -> None:
         """Check the key and start the process group, before all else."""
         self._spec = self._parse_hook()
-        # Its constructor checks the knobs. It is bound to the model later.
+        # Built so early, as constructors check the knobs. What is built gets
+        # its model and process group in wrap_model.
         self._unbound_hook = self._spec and self._spec.build()
         refuse_overlap(self.optim_wrapper)
         if self.distributed and not is_distributed() and _on_cpu():
@@ -93,7 +94,8 @@ class CommHookRunner(Runner):
                 if not _has_trained_parameter(model) and takes_hook(
                     wrapper_class(options)
                 ):
-                    # DDP refuses it; `train` does, too, but a test may run.
+                    # DDP refuses such a model. So does `train`, but a test
+                    # of it can run without a wrapper.
                     return model.to(get_device())
                 model = super().wrap_model(options, model)
         else:
@@ -226,7 +228,8 @@ class CommHookRunner(Runner):
         if spec is None:
             return None
         if not isinstance(holder['ddp_comm_hook'], str):
-            # Names instead of classes and functions: the config gets dumped.
+            # MMEngine dumps the config, which therefore has to hold names
+            # instead of classes and functions.
             holder['ddp_comm_hook'] = spec.as_config()
         if options is not None and not takes_hook(wrapper_class(options)):
             raise ValueError(

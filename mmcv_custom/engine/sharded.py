@@ -14,7 +14,7 @@ from .training import entry_of, optimizers
 
 __all__ = ['gathered_on_rank_0', 'refuse_overlap']
 
-# After that many seconds of waiting for the other ranks the log says so.
+# A warning comes after waiting that many seconds for the other ranks.
 PATIENCE_S = 60
 
 
@@ -41,15 +41,15 @@ def refuse_overlap(optim_wrapper: OptimWrapper | dict | None) -> None:
 def gathered_on_rank_0(
     optim_wrapper: OptimWrapper | None, logger: Logger
 ) -> Iterator[None]:
-    """Within it, rank 0 alone can read the state of ZeRO's optimizers.
+    """Let rank 0 read the state of ZeRO's optimizers by itself, within.
 
     All ranks have to enter it alike. MMEngine saves on rank 0 only, where
     its ``ZeroRedundancyOptimizer`` starts to gather, and waits for ranks that
     never come.
 
     Args:
-        optim_wrapper: Built; None if no state is to be read.
-        logger: Is told if rank 0 waits long.
+        optim_wrapper: The built one; None if no state is to be read.
+        logger: Gets a warning if rank 0 waits long.
 
     Raises:
         RuntimeError: If another rank does not come within the time limit of
@@ -65,7 +65,7 @@ def gathered_on_rank_0(
     try:
         for optimizer in sharded:
             optimizer.consolidate_state_dict()
-            # state_dict() of MMEngine's class calls it once more.
+            # state_dict() of MMEngine's class would gather once more.
             optimizer.consolidate_state_dict = lambda to=0: None
         yield
     finally:
@@ -80,7 +80,8 @@ def _wait_for_all_ranks(logger: Logger) -> None:
         return
     key = 'mmcv_custom/ranks_that_save'
     arrived = store.add(key, 1)
-    # The ranks that come here for the n-th time are n * size at last.
+    # When all ranks have come here for the n-th time, the counter is
+    # n * size.
     expected = -(-arrived // size) * size
     start, said = time.monotonic(), False
     while (missing := expected - store.add(key, 0)) > 0:

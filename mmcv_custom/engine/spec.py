@@ -144,8 +144,8 @@ class HookSpec:
         hook, knobs = _bind_knobs(self.target, self.knobs, process_group)
         instance = hook if inspect.isclass(self.target) else None
         name = self.type
-        # What is no plain data may print otherwise in another process. None
-        # leaves the choice to the hook.
+        # None leaves the choice to the hook. Other objects are left out, as
+        # the text of an address, say, differs between processes.
         shown = [
             f'{k}={v}'
             for k, v in knobs.items()
@@ -208,7 +208,7 @@ def _knob_parameters(target: Callable) -> dict[str, inspect.Parameter]:
     """Return what a hook takes besides the arguments we or DDP supply."""
     parameters = list(_parameters_of(target).values())
     if not inspect.isclass(target):
-        # The first two by position are state and bucket.
+        # DDP supplies the first two: state and bucket.
         leading = [
             p
             for p in parameters

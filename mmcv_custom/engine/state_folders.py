@@ -26,9 +26,9 @@ def local_folder(
     """Return where MMEngine saves; None if that is on another storage.
 
     Args:
-        out_dir: As ``Runner.save_checkpoint`` takes it.
-        file_client_args: Of the same, if they name the storage.
-        backend_args: Of the same, if they name the storage.
+        out_dir: An argument of ``Runner.save_checkpoint``.
+        file_client_args: Another, which may name the storage.
+        backend_args: Another, which may name the storage.
     """
     if file_client_args is None:
         backend = get_file_backend(out_dir, backend_args=backend_args)
@@ -47,7 +47,7 @@ class StateFolders:
     orphan if its checkpoint has been there, whoever wrote it, and is gone.
 
     Args:
-        logger: Is told what cannot be removed.
+        logger: Gets a warning of what cannot be removed.
     """
 
     def __init__(self, logger: Logger) -> None:
@@ -70,8 +70,8 @@ class StateFolders:
         folder, so it takes only what has a name of this run.
 
         Args:
-            folder: Of the checkpoints.
-            template: Their ``CheckpointHook.filename_tmpl``, as
+            folder: Where the checkpoints are.
+            template: The ``filename_tmpl`` of their ``CheckpointHook``, as
                 ``'iter_{}.pth'``.
         """
         names = ''.join(

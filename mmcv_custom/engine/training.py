@@ -103,7 +103,8 @@ def scaled_alike(optim_wrapper: OptimWrapper) -> bool:
     """Whether all gradients are, and will be, scaled by the same factor.
 
     Args:
-        optim_wrapper: Built. Of several, each scales the loss by itself.
+        optim_wrapper: A built one. If it has several, each scales the loss by
+            itself.
     """
     wrappers = optim_wrappers(optim_wrapper).values()
     factors = {loss_scale(wrapper) for wrapper in wrappers}
@@ -113,7 +114,8 @@ def scaled_alike(optim_wrapper: OptimWrapper) -> bool:
 
 
 def _scale_changes(wrapper: OptimWrapper) -> bool:
-    # MMEngine hands a number of the config to each update of its scaler.
+    # With a number as loss_scale, MMEngine keeps that number here and sets
+    # the scaler to it after each step.
     scaler = getattr(wrapper, 'loss_scaler', None)
     return (
         scaler is not None

@@ -14,7 +14,8 @@ __all__ = ['takes_hook', 'wrapper_class', 'wrapper_options']
 
 def takes_hook(wrapper: type) -> bool:
     """Whether a class of wrappers is a DDP, which takes one hook."""
-    # MMSeparate... is a DDP by name only: it wraps each child into one.
+    # MMSeparateDistributedDataParallel derives from DDP, but only wraps each
+    # child of the model into a DDP.
     return issubclass(wrapper, DistributedDataParallel) and not issubclass(
         wrapper, MMSeparateDistributedDataParallel
     )

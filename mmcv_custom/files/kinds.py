@@ -9,7 +9,7 @@ from pathlib import Path
 
 __all__ = ['find_file', 'kind_of']
 
-# What a folder is searched for, in this order.
+# The files of weights that a folder is searched for, in this order.
 PATTERNS = (
     '*.safetensors.index.json',
     '*.safetensors',
@@ -17,7 +17,7 @@ PATTERNS = (
     '*.bin',
     '*.pt*',
 )
-# Longer headers are refused by the safetensors library.
+# The safetensors library refuses longer headers.
 LONGEST_HEADER_BYTES = 100_000_000
 BEGINNINGS = {
     b'version https://git-lfs': (

@@ -18,7 +18,7 @@ from .safe_load import safe_mode
 
 __all__ = ['check_weights', 'read_weights', 'without_trust']
 
-# Those of MMEngine's schemes that download with torch.hub.
+# The beginnings of paths that MMEngine downloads with torch.hub.
 DOWNLOADS = (
     'http://',
     'https://',
@@ -42,7 +42,7 @@ def read_weights(path: str, wanted: Choice = iter) -> Any:
         The content, on the CPU.
 
     Raises:
-        FileNotFoundError, ValueError: As `read_checkpoint`.
+        FileNotFoundError, ValueError: As `read_checkpoint` raises them.
     """
     if '://' in without_trust(path):
         return CheckpointLoader.load_checkpoint(path, 'cpu', 'current')

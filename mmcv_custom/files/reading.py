@@ -17,9 +17,9 @@ from .safe_load import load_safely
 
 __all__ = ['TRUSTED', 'Choice', 'explained', 'read_checkpoint']
 
-# Before a path or URL: the file may run code.
+# Stands before a path or URL to say that the file may run code.
 TRUSTED = 'trusted://'
-# Of the names that a file has, those to read.
+# Chooses which of the names in a file are read.
 Choice = Callable[[Iterable[str]], Iterable[str]]
 
 
@@ -101,7 +101,7 @@ def _read_torch(path: str, map_location: Any, trusted: bool) -> Any:
             logger='current',
             level=logging.WARNING,
         )
-    # As a file object: of a path, torch looks at the suffix first.
+    # Opened here, as torch goes by the suffix where it gets a path.
     with explained(path), open(path, 'rb') as file:
         if trusted:
             return torch.load(
@@ -119,7 +119,7 @@ def explained(path: str) -> Iterator[None]:
         raise
     except Exception as error:
         text = str(error).strip() or type(error).__name__
-        # The second is what torch 2.1 says.
+        # The second form is that of the messages of torch 2.1.
         asked = re.search(r'(?:GLOBAL|Unsupported class) ([\w.]+)', text)
         if asked and isinstance(error, pickle.UnpicklingError):
             raise ValueError(

@@ -22,7 +22,7 @@ from mmengine.logging import HistoryBuffer
 
 __all__ = ['load_safely', 'safe_mode']
 
-# Before torch 2.5 the safe mode cannot be told of more.
+# Only since torch 2.5 can its safe mode be told of further functions.
 _CAN_ADMIT = hasattr(torch.serialization, 'safe_globals')
 
 
@@ -101,7 +101,7 @@ def _mmengine_globals() -> list[Callable]:
         np.ndarray,
         np.dtype,
         *{type(np.dtype(code)) for code in codes},
-        # NumPy 2 renamed the module; files know one name or the other.
+        # Files have the name from before NumPy 2 or the one since.
         *(
             _named(f'numpy.{core}.multiarray', function.__name__, function)
             for core in ('core', '_core')
@@ -141,7 +141,8 @@ class _Unpickler(pickle.Unpickler):
     """Finds torch's own safe globals and those of MMEngine."""
 
     def find_class(self, module: str, name: str) -> Any:
-        # The older name is that of the protocols that torch writes.
+        # `__builtin__` is the module's name in the older pickle protocols,
+        # which torch writes.
         asked = f'{module.replace("__builtin__", "builtins")}.{name}'
         safe = torch._weights_only_unpickler._get_allowed_globals()
         if asked in safe:

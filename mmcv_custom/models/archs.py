@@ -9,7 +9,8 @@ from .layers import FullWidthNormAttention
 
 __all__ = ['ARCHS', 'Arch', 'resolve_arch']
 
-# RMSNorm squares its input: in bfloat16 that costs the last digits.
+# RmsNormFp32 computes in fp32: RMSNorm squares its input, for which bfloat16
+# has too few digits.
 NORM_LAYERS = {'layer': LayerNorm, 'rms': RmsNormFp32}
 ATTN_LAYERS = {False: Attention, True: FullWidthNormAttention}
 
@@ -72,7 +73,7 @@ class Arch:
 
 
 ARCHS = {
-    # The 6B in small: the same code paths at the size of two CPU cores.
+    # A small 6B, which takes the same code paths, for two CPU cores.
     'tiny': Arch('tiny', embed_dims=192, depth=4, num_heads=4),
     '300m': Arch(
         '300m',

@@ -34,9 +34,9 @@ __all__ = [
 # block is refused; no known file lacks single tensors of a block.
 REQUIRED_SHARE = 0.99
 
-# The grid of the position embedding, which a checkpoint holds beside it.
+# The entry of our checkpoints that holds rows and columns of `pos_embed`.
 GRID_NAME = 'pos_embed_grid'
-# Parts of published models that nothing here reads.
+# Parts of published models that are left out where nothing needs them.
 NOT_BUILT = r'blocks\.(\d+)|up[1-4]|norm|mask_token'
 
 
@@ -122,7 +122,7 @@ def read_backbone_weights(path: str, prefix: str = '') -> dict[str, Any]:
     Args:
         path: As in `mmcv_custom.files.read_weights`. Of a sharded or a
             safetensors file, only tensors of the backbone are read.
-        prefix: Of the names to take; it is taken off.
+        prefix: The beginning of the names to take, which is taken off.
 
     Returns:
         Names in the file's layout, and tensors, on the CPU.
@@ -229,7 +229,7 @@ def _grid_of(
         return (rows, columns), ''
     side = math.isqrt(patches)
     own = tuple(model.patch_embed.grid_size)
-    # Without a grid come the published files, which are square.
+    # Published files have no grid; they are square.
     if side * side == patches and (
         own == (side, side) or own[0] * own[1] != patches
     ):

@@ -28,8 +28,9 @@ from .options import (
 
 __all__ = ['InternViT']
 
-# No classifier, pool or final norm: nothing would read them. The weights
-# are drawn here, as timm's own initialiser is named like MMEngine's.
+# Classifier, pool and final norm are left out, as nothing would read them.
+# timm must not initialise: it would call init_weights(), which is MMEngine's
+# method here.
 TRUNK_OPTIONS = {
     'num_classes': 0,
     'global_pool': '',
@@ -155,7 +156,7 @@ class InternViT(VisionTransformer, BaseModule):
         """Set the training mode; frozen parts stay in eval mode."""
         super().train(mode)
         for part in self._frozen_parts():
-            # nn.Module.train of the part, not this method again.
+            # part.train() would call this method again where part is self.
             nn.Module.train(part, False)
         return self
 
@@ -181,8 +182,8 @@ class InternViT(VisionTransformer, BaseModule):
         self, destination: dict, prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        # No buffer: it says how to read `pos_embed`, and only the model's
-        # own `grid_size` can be right for that.
+        # No buffer, which loading could change: in the model, only its own
+        # `grid_size` is right.
         destination[prefix + GRID_NAME] = torch.tensor(
             self.patch_embed.grid_size, device='cpu'
         )
@@ -277,6 +278,6 @@ def _is_pretrained(init_cfg: dict | list | None) -> bool:
 
 @torch.no_grad()
 def _trunc_normal_(parameter: nn.Parameter) -> None:
-    # In fp32: torch 2.1 draws a wrong distribution in bfloat16.
+    # Drawn in fp32, as torch 2.1 draws a wrong distribution in bfloat16.
     sample = torch.empty_like(parameter, dtype=torch.float32)
     parameter.copy_(nn.init.trunc_normal_(sample, std=0.02))

@@ -63,7 +63,7 @@ def unwrap_state_dict(weights: Mapping) -> dict[str, Any]:
 
 
 def backbone_names(names: Iterable[str]) -> list[str]:
-    """Those names of a file that the backbone may need.
+    """Choose the names of a file that the backbone may need.
 
     Without the names of other parts, such as a language model, when a prefix
     tells them apart.
@@ -95,9 +95,8 @@ def to_segmentor_names(
     """Bring the weights of a file into the layout of MMSegmentation 1.x.
 
     Args:
-        weights: Of a segmentor, the original experiments' among them, which
-            keep the pyramid in the backbone, or of a backbone alone; not
-            changed.
+        weights: A segmentor's, also of the original experiments, which keep
+            the pyramid in the backbone, or a backbone's alone; not changed.
         parts: Names of the segmentor's parts: backbone, neck, heads.
 
     Returns:
@@ -133,7 +132,7 @@ def _without_prefixes(names: Iterable[str]) -> dict[str, str]:
         )
         if prefix is None:
             return stripped
-        # Names without it are other parts: heads, a language model.
+        # Names without the prefix belong to other parts, such as heads.
         stripped = {
             name: rest.removeprefix(prefix)
             for name, rest in stripped.items()

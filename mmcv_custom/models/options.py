@@ -100,7 +100,7 @@ def check_options(
 
     Args:
         dtype: Name of a dtype.
-        drop_path_rate: Of the last block.
+        drop_path_rate: Stochastic depth of the last block.
         frozen_blocks: Number of frozen first blocks.
         built: Number of blocks up to the last output.
 

@@ -123,13 +123,15 @@ class CompressionHook(Hook):
             )
 
     def _follow_loss_scale(self, runner) -> None:
-        # Also without a scaler: the memory may come from a training with one.
+        # Also if there is no scaler, as a resumed memory may be in units of
+        # the scale that it was saved with.
         if hasattr(self.instance, 'follow_loss_scale'):
             self.instance.follow_loss_scale(loss_scale(runner.optim_wrapper))
 
     def _leave_out_overflows(self, runner, optimizer) -> None:
         def leave_out(optimizer, args, kwargs):
-            # There may be several backward passes, and several optimizers.
+            # The count tells whether any backward pass of this iteration was
+            # not finite. With several optimizers this runs for each.
             self.instance.settle()
             if self.instance.skipped_steps == self._skipped_before:
                 return

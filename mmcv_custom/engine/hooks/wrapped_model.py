@@ -19,17 +19,18 @@ class WrappedModelHook(Hook):
     """Looks for what DDP does not notice. ``CommHookRunner`` registers it.
 
     Args:
-        model: Just wrapped.
+        model: The model as it has just been wrapped.
     """
 
-    # After the hooks that may cast or unfreeze something.
+    # Runs after the hooks that may cast or unfreeze something.
     priority = 'LOWEST'
 
     def __init__(self, model: nn.Module) -> None:
         self._dtypes = {
             plain_name(n): p.dtype for n, p in model.named_parameters()
         }
-        # MMSeparateDistributedDataParallel is a DDP by name only.
+        # MMSeparateDistributedDataParallel derives from DDP without having
+        # a reducer.
         self._reduced = (
             ReducedParameters(model) if hasattr(model, 'reducer') else None
         )
@@ -53,9 +54,10 @@ class WrappedModelHook(Hook):
         """Refuse parameters that come late.
 
         Raises:
-            RuntimeError: As :meth:`before_train`.
+            RuntimeError: If a parameter needs gradients that DDP does not
+                reduce.
         """
-        # Ours looks itself, in each forward pass.
+        # CommHookDistributedDataParallel looks in each forward pass itself.
         if not isinstance(runner.model, CommHookDistributedDataParallel):
             self._check_reduced(runner.model)
 

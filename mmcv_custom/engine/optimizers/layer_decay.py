@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 __all__ = ['LayerDecayOptimWrapperConstructor']
 
-# Optimizer state with one number per number of the parameter.
+# Names of optimizer state that has the shape of its parameter.
 MOMENTS = ('exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'momentum_buffer')
 
 
@@ -78,7 +78,7 @@ class LayerDecayOptimWrapperConstructor(DefaultOptimWrapperConstructor):
                 layer and kind of weight decay.
             module: The unwrapped model, with a `backbone` that has `blocks`
                 and whose `arch.depth` is the number of layers.
-            **kwargs: Of the base class; unused.
+            **kwargs: What the base class passes on; not used.
 
         Raises:
             TypeError: The model has no such backbone.
@@ -144,7 +144,8 @@ def _layers_of(model: nn.Module, depth: int) -> dict[nn.Parameter, int]:
 def _drop_outgrown_state(optimizer: torch.optim.Optimizer) -> None:
     is_sharded = isinstance(optimizer, ZeroRedundancyOptimizer)
     if is_sharded:
-        # A copy that loading leaves; the rank's shard is in another one.
+        # ZeRO leaves the whole loaded state here and uses the one of the
+        # optimizer inside, which has this rank's shard.
         optimizer.state.clear()
         optimizer = optimizer.optim
     outgrown = [
