@@ -1,4 +1,4 @@
-"""The hook states on disk live and die with their checkpoints."""
+"""Remove the hook states on disk whose checkpoints are gone."""
 
 import re
 from logging import Logger
@@ -56,7 +56,7 @@ class StateFolders:
 
     @master_only
     def remove_orphans(self, folder: Path) -> None:
-        """Remove those that this method has seen with their checkpoints."""
+        """Remove the states whose checkpoints went since an earlier call."""
         self._complete |= {c for c in _checkpoints(folder) if c.exists()}
         for checkpoint in [c for c in self._complete if not c.exists()]:
             self._complete.remove(checkpoint)

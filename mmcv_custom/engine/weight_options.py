@@ -42,7 +42,9 @@ def check_weight_options(runner: Runner, trains: bool) -> None:
 
 
 def _loaded(runner: Runner) -> Iterator[tuple[str, str]]:
-    """What MMEngine loads or resumes from, by option."""
+    """What MMEngine is yet to load or resume from, by option."""
+    if runner._has_loaded:
+        return
     latest = Path(runner.work_dir, 'last_checkpoint')
     if runner._load_from is not None:
         yield 'load_from', str(runner._load_from)

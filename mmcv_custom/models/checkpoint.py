@@ -215,7 +215,7 @@ def _fit_pos_embed(
 def _grid_of(
     patches: int, saved_grid: Tensor | None, model: nn.Module
 ) -> tuple[tuple[int, int], str]:
-    """The grid of a file's position embedding, and how it is known."""
+    """Return the grid of a file's position embedding, and a remark on it."""
     known = {GRID_NAME: saved_grid, 'checkpoint_grid': model.checkpoint_grid}
     for source, grid in known.items():
         if grid is None:

@@ -88,6 +88,17 @@ def test_what_is_not_read_may_be_missing(tmp_path):
     assert 'init_cfg' not in str(error.value)
 
 
+def test_what_was_loaded_may_go(tmp_path):
+    """As an earlier checkpoint does, of which only the last are kept."""
+    path = tmp_path / 'first.pth'
+    torch.save(start(tmp_path).model.state_dict(), path)
+    runner = start(tmp_path, load_from=str(path))
+    runner.train()
+    path.unlink()
+    with pytest.raises(RuntimeError, match='_test_loop'):
+        runner.test()  # there is nothing to test on
+
+
 def lack_on_rank_1(rank, work_dir):
     path = work_dir / f'{rank}.pth'
     if rank == 0:

@@ -1,4 +1,4 @@
-"""When the hook states on disk are compared with the checkpoints."""
+"""Compare the hook states on disk with the checkpoints, around a training."""
 
 from mmengine.dist import barrier
 from mmengine.hooks import CheckpointHook, Hook
@@ -25,7 +25,7 @@ class StateFoldersHook(Hook):
         self.folders = folders
 
     def before_train(self, runner) -> None:
-        """Clean up, and take over the states that are complete."""
+        """Clean up, and note which states have their checkpoints."""
         for hook, folder in _checkpoint_folders(runner):
             self.folders.remove_leftovers(folder, hook.filename_tmpl)
             self.folders.remove_orphans(folder)

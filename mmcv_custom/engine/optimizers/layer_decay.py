@@ -130,9 +130,12 @@ def _depth_of(model: nn.Module) -> int:
 
 
 def _layers_of(model: nn.Module, depth: int) -> dict[nn.Parameter, int]:
-    """0 for the embeddings, 1 + i for block i, depth + 1 for the rest.
+    """Number the layer of each parameter.
 
-    Told by where a parameter is, as torch.compile changes the names.
+    Returns:
+        0 for the embeddings, 1 + i for block i, depth + 1 for the rest. It
+        goes by the module a parameter is in, not by its name, which
+        torch.compile changes.
     """
     layers = dict.fromkeys(model.parameters(), depth + 1)
     layers.update(dict.fromkeys(model.backbone.parameters(), 0))
