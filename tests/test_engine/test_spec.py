@@ -219,6 +219,7 @@ def build_in_subgroup(rank):
     plain = build_comm_hook('fp16', group)
     path = 'tests.user_hooks.Stateful'
     own = build_comm_hook({'type': path, 'factor': 2.0}, group)
+    dist.barrier(group)  # until both have connected
     dist.destroy_process_group(group)
     assert isinstance(own.instance, user_hooks.Stateful)
     return plain.state is group, own.instance.process_group is group
