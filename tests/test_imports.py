@@ -27,6 +27,10 @@ ALLOWED = {
     'models': {
         *('files', 'names', 'torch', 'timm', 'mmcv', 'mmengine', 'mmseg')
     },
+    'benchmark': {
+        *('compression', 'contract', 'engine'),
+        *('torch', 'mmengine', 'mmseg', 'rich', 'matplotlib'),
+    },
     'datasets': {'numpy', 'cv2', 'mmcv', 'mmengine', 'mmseg'},
 }
 

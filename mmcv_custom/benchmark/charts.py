@@ -1,0 +1,109 @@
+"""A report as a picture."""
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from .hooks import PLAIN
+from .results import LinkResult, Report, Timing
+from .tables import machines
+
+__all__ = ['draw', 'supported_formats']
+
+# What is unavoidable, what costs nothing, what costs. In grey they differ in
+# lightness and hatching.
+_PARTS = (
+    ('computing', '#ffffff', ''),
+    ('exchange, hidden', '#9ecae1', '////'),
+    ('exchange, waited for', '#d95f0e', ''),
+)
+_FLOOR = 'floor: least that computing and bytes / rate allow'
+_BAR = 0.6  # of the distance of two hooks
+_INCH_PER_HOOK = 0.4
+
+
+def supported_formats() -> list[str]:
+    """Return the endings that a picture's name may have."""
+    return sorted(FigureCanvasAgg.filetypes)
+
+
+def draw(report: Report) -> Figure:
+    """Draw the step time of each hook, a panel per link."""
+    links, hooks = len(report.links), len(report.costs)
+    height = 1.3 + links * (0.9 + hooks * _INCH_PER_HOOK)
+    figure = Figure(figsize=(8, height), layout='constrained')
+    panels = figure.subplots(links, squeeze=False)[:, 0]
+    for axes, link in zip(panels, report.links, strict=True):
+        _draw_link(axes, link)
+    figure.suptitle(
+        f'{report.setting["workload"]}; {machines(report)}', fontsize='medium'
+    )
+    lines, *bars = panels[0].get_legend_handles_labels()[0]
+    figure.legend(
+        handles=[*bars, lines],
+        loc='outside lower center',
+        ncols=2,
+        frameon=False,
+    )
+    return figure
+
+
+def _draw_link(axes: Axes, link: LinkResult) -> None:
+    rows = range(len(link.timings))
+    ends = [0.0] * len(rows)
+    for (label, color, hatch), widths in zip(
+        _PARTS, zip(*map(_parts, link.timings), strict=True), strict=True
+    ):
+        axes.barh(
+            rows,
+            widths,
+            _BAR,
+            ends,
+            color=color,
+            edgecolor='black',
+            linewidth=0.8,
+            hatch=hatch,
+            label=label,
+        )
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    floors = [timing.floor_s for timing in link.timings]
+    axes.vlines(
+        floors,
+        [row - 0.45 for row in rows],
+        [row + 0.45 for row in rows],
+        color='black',
+        linewidth=3,
+        label=_FLOOR,
+    )
+    _write_labels(axes, link, max(ends + floors))
+
+
+def _parts(timing: Timing) -> tuple[float, float, float]:
+    """What the bar of a step consists of, in the order of _PARTS."""
+    alone = timing.step_s.median - timing.exposed_s - timing.hidden_s
+    return max(0.0, alone), timing.hidden_s, timing.exposed_s
+
+
+def _write_labels(axes: Axes, link: LinkResult, longest_s: float) -> None:
+    for row, timing in enumerate(link.timings):
+        step_s = timing.step_s.median
+        text = f'{step_s:.3g} s'
+        if timing.hook != PLAIN:
+            text += f', {timing.speed:.2f} x as fast'
+        axes.annotate(
+            text,
+            (max(step_s, timing.floor_s), row),
+            xytext=(6, 0),
+            textcoords='offset points',
+            verticalalignment='center',
+            fontsize='small',
+        )
+    axes.set_yticks(
+        range(len(link.timings)),
+        [timing.hook.replace('(', '\n(') for timing in link.timings],
+    )
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.35 * longest_s)  # the labels stand behind the bars
+    axes.set_xlabel('time of a training step (s)')
+    axes.set_title(link.link, fontsize='medium', loc='left')
+    axes.spines[['top', 'right']].set_visible(False)

@@ -1,0 +1,86 @@
+"""What a hook computes, without any wire."""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ..contract import adapt_hook
+from .hooks import WARMUP_STEPS, Choice
+from .method import NO_OP, Method, NoOp, leave
+from .workload import Workload
+
+__all__ = ['measure_compute', 'measure_copy', 'measure_guard']
+
+_CALLS = 100  # of a hook that does nothing, for one time
+
+
+def measure_compute(
+    workload: Workload,
+    choice: Choice,
+    alone: dist.ProcessGroup,
+    rounds: int,
+) -> float:
+    """Return the seconds that a hook computes in a step, on this rank.
+
+    A step of the hook in a group of one rank, whose collectives have nothing
+    to do, less a step without exchange. All ranks do so at once, as in
+    training. It is what a rank encodes and decodes of its own. Left out is
+    the sum over the ranks' parts; and a rank alone owns all parts, so a hook
+    that encodes the mean of its part encodes everything twice here.
+
+    Args:
+        workload: What is trained.
+        choice: The hook.
+        alone: A group of this rank alone.
+        rounds: Steps of each, in turn.
+    """
+    no_op = NoOp(workload, NO_OP, alone)
+    method = Method(workload, choice, alone)
+    for _ in range(WARMUP_STEPS):
+        no_op.step()
+        method.step()
+    extra = []
+    for _ in range(rounds):
+        dist.barrier()
+        extra.append(method.step()[0] - no_op.step()[0])
+    method.close()
+    return max(0.0, statistics.median(extra))
+
+
+def measure_copy(workload: Workload, rounds: int) -> float:
+    """Return the seconds of copying as much as all gradients."""
+    source, target = torch.ones(2, workload.gradient_bytes // 4)
+    return statistics.median(
+        _seconds(partial(target.copy_, source)) for _ in range(rounds)
+    )
+
+
+def measure_guard(no_op: NoOp, rounds: int) -> float:
+    """Return the seconds that the checks of a hook's result add to a bucket.
+
+    Args:
+        no_op: It has run a step; its first bucket is used.
+        rounds: Of a hook that does nothing, with checks and without.
+    """
+    bucket = no_op.buckets[0]
+
+    def call(hook: Callable) -> None:
+        for _ in range(_CALLS):
+            hook(None, bucket).wait()
+
+    guarded = adapt_hook(leave)
+    extra = [
+        _seconds(partial(call, guarded)) - _seconds(partial(call, leave))
+        for _ in range(rounds)
+    ]
+    return statistics.median(extra) / _CALLS
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start

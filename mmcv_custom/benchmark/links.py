@@ -1,0 +1,162 @@
+"""Machines that are network namespaces, and slow links between them."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    'DEVICE',
+    'LinkError',
+    'Rate',
+    'check_rights',
+    'limit',
+    'machines',
+    'sent_by_machine',
+]
+
+# Of each machine, to the others.
+DEVICE = 'veth0'
+_UNITS = {'kbit': 1e3, 'mbit': 1e6, 'gbit': 1e9}
+_MAX_NODES = 254  # of one subnet
+# Small, as a step may send that much at once, whatever the rate; but not less
+# than the kernel's largest packets, which it would have to cut.
+_BURST = '128kb'
+
+
+class LinkError(RuntimeError):
+    """Links cannot be made here."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a link carries in each direction.
+
+    Attributes:
+        name: As it was written, such as ``200mbit``.
+        bits_per_s: Bits per second.
+    """
+
+    name: str
+    bits_per_s: float
+
+    @classmethod
+    def parse(cls, text: str) -> 'Rate':
+        """Read a rate as ``tc`` writes it.
+
+        Raises:
+            ValueError: For another unit, or no positive number.
+        """
+        number, unit = text[:-4], text[-4:].lower()
+        with contextlib.suppress(ValueError):
+            if unit in _UNITS and 0 < float(number) < float('inf'):
+                return cls(text, float(number) * _UNITS[unit])
+        raise ValueError(
+            f'{text!r} is no rate; write a number and one of '
+            f'{", ".join(_UNITS)}, such as 200mbit'
+        )
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes per second."""
+        return self.bits_per_s / 8
+
+
+def check_rights(number: int) -> None:
+    """Check what can be checked before anything is made.
+
+    Args:
+        number: Of machines.
+
+    Raises:
+        LinkError: Without root, without ``ip`` and ``tc``, and for one
+            machine or more than have an address.
+    """
+    if not 2 <= number <= _MAX_NODES:
+        raise LinkError(
+            f'--nodes {number}: links are between 2 to {_MAX_NODES} machines'
+        )
+    if os.geteuid() != 0:
+        raise LinkError(
+            'emulated links need root, for network namespaces; without '
+            '--rate the processes talk over loopback'
+        )
+    missing = [name for name in ('ip', 'tc') if not shutil.which(name)]
+    if missing:
+        raise LinkError(
+            f'emulated links need {" and ".join(missing)}: install iproute2'
+        )
+
+
+@contextlib.contextmanager
+def machines(number: int) -> Iterator[list[str]]:
+    """Make network namespaces, joined by a bridge in one of its own.
+
+    Each has :data:`DEVICE`, its one link to the others. Its own address is
+    reached over its loopback, as the kernel does with local addresses.
+
+    Args:
+        number: Of machines.
+
+    Yields:
+        Their names. All are gone afterwards, with what is in them.
+
+    Raises:
+        LinkError: If the kernel refuses one, with what it says.
+    """
+    prefix = f'bench{os.getpid()}'
+    names = [f'{prefix}-{node}' for node in range(number)]
+    switch = f'{prefix}-switch'
+    with contextlib.ExitStack() as stack:
+        try:
+            for name in (switch, *names):
+                # Before it is there: a signal may come in between.
+                stack.callback(_remove, name)
+                _run(f'ip netns add {name}')
+            _run(f'ip -n {switch} link add bridge type bridge')
+            _run(f'ip -n {switch} link set bridge up')
+            for node, name in enumerate(names):
+                _plug_in(node, name, switch)
+        except subprocess.CalledProcessError as error:
+            raise LinkError(
+                f'no link: {" ".join(error.cmd)}: {error.stderr.strip()}'
+            ) from None
+        yield names
+
+
+def limit(rate: Rate) -> None:
+    """Limit what this process's machine sends, from now on."""
+    bits = f'{rate.bits_per_s:.0f}bit'
+    how = f'tbf rate {bits} burst {_BURST} latency 400ms'
+    _run(f'tc qdisc replace dev {DEVICE} root {how}')
+
+
+def sent_by_machine(device: str) -> int:
+    """Return the bytes that have left over a device, by the kernel's count."""
+    return int(
+        Path(f'/sys/class/net/{device}/statistics/tx_bytes').read_text()
+    )
+
+
+def _plug_in(node: int, name: str, switch: str) -> None:
+    port = f'port{node}'
+    _run(
+        f'ip link add {DEVICE} netns {name} type veth '
+        f'peer name {port} netns {switch}'
+    )
+    _run(f'ip -n {switch} link set {port} master bridge up')
+    _run(f'ip -n {name} addr add 10.9.0.{node + 1}/24 dev {DEVICE}')
+    _run(f'ip -n {name} link set {DEVICE} up')
+    _run(f'ip -n {name} link set lo up')
+
+
+def _remove(name: str) -> None:
+    if Path('/run/netns', name).exists():
+        _run(f'ip netns del {name}')
+
+
+def _run(command: str) -> None:
+    subprocess.run(command.split(), check=True, capture_output=True, text=True)

@@ -1,0 +1,179 @@
+"""All measurements of a run, on each of its ranks."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
+
+from .computing import measure_compute, measure_copy, measure_guard
+from .exchange import exact_gradients, measure_exchange
+from .hooks import PLAIN, WARMUP_STEPS, Choice
+from .links import Rate, limit
+from .method import NO_OP, Method, NoOp, Topology
+from .results import Cost, LinkResult, Report
+from .timing import find_device, measure_reached, summarize, time_steps
+from .workload import Workload
+
+__all__ = ['measure']
+
+
+def measure(
+    workload: Workload,
+    choices: list[Choice],
+    rates: list[Rate],
+    rounds: int,
+    error_steps: int,
+    console: Console,
+) -> Report:
+    """Measure hooks; all ranks of the default group call it alike.
+
+    Args:
+        workload: What is trained.
+        choices: The hooks, plain DDP among them.
+        rates: To limit this machine's link to, one after the other; without
+            any, the network stays as it is.
+        rounds: Of one step of each hook, per link.
+        error_steps: How many steps errors are measured in.
+        console: Where the first rank shows a progress bar, on a terminal.
+
+    Returns:
+        The report, the same on all ranks.
+    """
+    topology = Topology()
+    total = len(choices) * (error_steps + 1)
+    total += max(1, len(rates)) * (rounds + 1) * (len(choices) + 1)
+    with _progress_bar(total, console) as tick:
+        computes = _measure_computes(workload, choices, rounds, tick)
+        methods: dict[str, Method] = {
+            NO_OP.label: NoOp(workload, NO_OP),
+            **{choice.label: Method(workload, choice) for choice in choices},
+        }
+        for method in methods.values():
+            for _ in range(WARMUP_STEPS):
+                method.step()
+        guard_s = measure_guard(methods[NO_OP.label], rounds)
+        exact = exact_gradients(methods[PLAIN])
+        costs = []
+        for choice, compute_s in zip(choices, computes, strict=True):
+            method = methods[choice.label]
+            figures = measure_exchange(
+                method, exact, error_steps, topology, tick
+            )
+            figures |= {
+                'memory_bytes': method.memory_bytes(),
+                'compute_s': compute_s,
+            }
+            method.ddp.zero_grad()
+            costs.append(
+                Cost(choice.label, choice.config, **_largest(figures))
+            )
+        del exact
+        links = [
+            _measure_link(methods, rate, rounds, topology, costs, tick)
+            for rate in rates or [None]
+        ]
+        report = Report(
+            setting=_setting(workload, topology, rounds, error_steps),
+            copy_s=measure_copy(workload, rounds),
+            guard_s=guard_s,
+            buckets=len(methods[NO_OP.label].buckets),
+            costs=costs,
+            links=links,
+        )
+    for method in methods.values():
+        method.close()
+    return report
+
+
+def _measure_computes(
+    workload: Workload,
+    choices: list[Choice],
+    rounds: int,
+    tick: Callable[[], None],
+) -> list[float]:
+    """What each hook computes on this rank, one hook after the other."""
+    alone, _ = dist.new_subgroups(group_size=1)
+    computes = []
+    for choice in choices:
+        computes.append(measure_compute(workload, choice, alone, rounds))
+        tick()
+    return computes
+
+
+def _measure_link(
+    methods: dict[str, Method],
+    rate: Rate | None,
+    rounds: int,
+    topology: Topology,
+    costs: list[Cost],
+    tick: Callable[[], None],
+) -> LinkResult:
+    name = 'loopback' if len(topology.machines) == 1 else 'the network'
+    if rate is not None:
+        name = f'{rate.name} per machine'
+        dist.barrier()
+        limit(rate)
+    dist.barrier()
+    reached = measure_reached(topology)
+    rows = time_steps(methods, rounds, find_device(topology), tick)
+    is_aside = dist.get_backend() == 'nccl' or _has_spare_cores(rate, topology)
+    return summarize(
+        name, rate and rate.bytes_per_s, reached, rows, costs, is_aside
+    )
+
+
+def _largest(figures: dict[str, Any]) -> dict[str, Any]:
+    """Of each figure the largest of all ranks; None where nobody has one."""
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, figures)
+    return {
+        key: max(
+            (of[key] for of in gathered if of[key] is not None), default=None
+        )
+        for key in figures
+    }
+
+
+def _setting(
+    workload: Workload, topology: Topology, rounds: int, error_steps: int
+) -> dict[str, Any]:
+    return {
+        'torch': torch.__version__,
+        'backend': dist.get_backend(),
+        'ranks': dist.get_world_size(),
+        'machines': len(topology.machines),
+        'cores': _cores(),
+        'workload': workload.name,
+        'parameters': workload.num_parameters,
+        'gradient_bytes': workload.gradient_bytes,
+        'rounds': rounds,
+        'error_steps': error_steps,
+    }
+
+
+def _has_spare_cores(rate: Rate | None, topology: Topology) -> bool:
+    """Whether each rank has a second core, for what its hook computes."""
+    names = topology.machine_of
+    if rate is None:
+        names = [name for name in names if name == names[dist.get_rank()]]
+    # All emulated machines are this one.
+    return _cores() >= 2 * len(names)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+@contextlib.contextmanager
+def _progress_bar(
+    total: int, console: Console
+) -> Iterator[Callable[[], None]]:
+    hidden = dist.get_rank() != 0 or not console.is_terminal
+    with Progress(console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task('measuring', total=total)
+        yield lambda: bar.advance(task)

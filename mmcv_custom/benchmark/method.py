@@ -1,0 +1,161 @@
+"""A model with a hook, and its step."""
+
+import logging
+import os
+import socket
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from ..compression import Training
+from ..contract import completed
+from ..engine.ddp_wrapper import (
+    CommHookDistributedDataParallel,
+    attach_comm_hook,
+)
+from ..engine.spec import CommHook
+from .hooks import WARMUP_STEPS, Choice
+from .workload import Workload
+
+__all__ = ['NO_OP', 'Method', 'NoOp', 'Topology', 'leave']
+
+NO_OP = Choice('no-op', None)
+
+_SAMPLE_RATE = 1  # in steps, of the times that DDP takes of itself
+_OVERLAP = 'backward_compute_comm_overlap_time'  # in ns
+
+
+class Topology:
+    """Which rank is on which machine.
+
+    A collective: all ranks make one.
+    """
+
+    def __init__(self) -> None:
+        # torchrun's name for it, and Slurm's.
+        name = os.environ.get('GROUP_RANK') or os.environ.get('SLURM_NODEID')
+        names = [''] * dist.get_world_size()
+        dist.all_gather_object(names, name or socket.gethostname())
+        self.machine_of = names
+
+    @property
+    def machines(self) -> list[str]:
+        """Names, in the order of their first ranks."""
+        return list(dict.fromkeys(self.machine_of))
+
+    def ring_edges(self) -> int:
+        """How many edges of the ring 0, 1, ... leave this rank's machine."""
+        names = self.machine_of
+        mine = names[dist.get_rank()]
+        return sum(
+            name == mine != names[(rank + 1) % len(names)]
+            for rank, name in enumerate(names)
+        )
+
+
+class Method:
+    """A model with a hook.
+
+    All ranks of the group make it alike.
+
+    Args:
+        workload: The model is its own copy.
+        choice: The hook.
+        group: To average over; None is the world.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        choice: Choice,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.loss = workload.loss
+        self.ddp = CommHookDistributedDataParallel(
+            workload.new_model(), process_group=group, **workload.ddp_options
+        )
+        self.ddp._set_ddp_runtime_logging_sample_rate(_SAMPLE_RATE)
+        self.comm_hook = self._attach(choice)
+        self.hook = self.comm_hook and self.comm_hook.instance
+        if hasattr(self.hook, 'on_train_start'):
+            self.hook.on_train_start(_training())
+
+    def _attach(self, choice: Choice) -> CommHook | None:
+        return attach_comm_hook(self.ddp, choice.config)
+
+    def step(self) -> tuple[float, float]:
+        """Run forward and backward; the gradients stay.
+
+        Returns:
+            Seconds of this step, and those of the step before in which its
+            exchange went on during the backward pass.
+        """
+        self.ddp.zero_grad()
+        start = time.perf_counter()
+        loss = self.loss(self.ddp)
+        forward_s = time.perf_counter() - start
+        # Of the step before, as DDP notes its times in the next forward.
+        hidden_ns = self.ddp._get_ddp_logging_data().get(_OVERLAP, 0)
+        start = time.perf_counter()
+        loss.backward()
+        if hasattr(self.hook, 'settle'):
+            self.hook.settle()
+        if loss.is_cuda:
+            torch.cuda.synchronize()
+        return forward_s + time.perf_counter() - start, hidden_ns / 1e9
+
+    def memory_bytes(self) -> int:
+        """Of the hook's state on this rank."""
+        if not hasattr(self.hook, 'memory_bytes'):
+            return 0
+        return self.hook.memory_bytes()
+
+    def close(self) -> None:
+        """End what the hook has started."""
+        if hasattr(self.hook, 'close'):
+            self.hook.close()
+
+
+class NoOp(Method):
+    """The model with a hook that exchanges nothing.
+
+    Attributes:
+        buckets: Of the last step.
+        first_bucket_s: Of it, until the first bucket came.
+    """
+
+    def _attach(self, choice: Choice) -> None:
+        self.buckets: list[dist.GradBucket] = []
+        self.ddp.register_comm_hook(None, self._note)
+
+    def _note(
+        self, state: object, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        if not self.buckets:
+            self.first_bucket_s = time.perf_counter() - self._start
+        self.buckets.append(bucket)
+        return leave(state, bucket)
+
+    def step(self) -> tuple[float, float]:
+        """As in the base class."""
+        self.buckets.clear()
+        self._start = time.perf_counter()
+        return super().step()
+
+
+def leave(
+    state: object, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Leave a bucket as it is: a hook that does nothing."""
+    return completed(bucket.buffer())
+
+
+def _training() -> Training:
+    """What a hook is told that waits for the end of a warm-up."""
+    return Training(
+        steps=sys.maxsize,
+        warmup_steps=WARMUP_STEPS // 2,
+        logger=logging.getLogger(__name__),
+    )

@@ -1,0 +1,131 @@
+"""A report in words and tables."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from .results import LinkResult, Report
+
+__all__ = ['machines', 'show']
+
+_NOTES = """
+rank, machine: what it sends in a step, as the hook counts it (of a machine, to
+others). errors: of the last step, and of the average over the second half of
+the steps, relative to the mean in float64. own: what the hook computes.
+A step lasts until the slowest rank has its gradients, median over the rounds.
+exposed: without exchange it would take so much less. speed: over plain DDP's.
+floor: the larger of (step without exchange + what the hook computes) and of
+(time to the first bucket + bytes / rate). ratio: the step over the floor; net
+ratio, with the rate that a large all-reduce reaches. kernel: what a machine
+has sent by the kernel's count, headers included."""
+
+
+def show(report: Report) -> RenderableType:
+    """Return what a terminal shows of a report."""
+    parts: list[RenderableType] = [_heading(report), _cost_table(report)]
+    for link in report.links:
+        parts += ['', _link_heading(link), _link_table(link)]
+    return Group(*parts, _NOTES)
+
+
+def _heading(report: Report) -> str:
+    s = report.setting
+    return (
+        f'{s["workload"]}: {s["parameters"] / 1e6:.1f} M parameters, '
+        f'gradients of {s["gradient_bytes"] / 1e6:.1f} MB\n'
+        f'{machines(report)}, {s["cores"]} cores, '
+        f'{s["backend"]}, torch {s["torch"]}, {s["rounds"]} rounds\n'
+        f'one copy of the gradients {report.copy_s * 1e3:.1f} ms; checks of '
+        f"a hook's result {report.guard_s * 1e6:.1f} us a bucket, "
+        f'{report.buckets} buckets\n'
+    )
+
+
+def machines(report: Report) -> str:
+    """Say how many machines of how many ranks there are."""
+    number, ranks = report.setting['machines'], report.setting['ranks']
+    if number == 1:
+        return f'1 machine with {ranks} ranks'
+    if ranks == number:
+        return f'{number} machines with 1 rank each'
+    return f'{number} machines with {ranks / number:.3g} ranks each'
+
+
+def _cost_table(report: Report) -> Table:
+    total = report.setting['gradient_bytes']
+    several = report.setting['machines'] > 1
+    rows = []
+    for cost in report.costs:
+        sent = cost.node_bytes if several else cost.rank_bytes
+        row = {
+            'hook': cost.hook,
+            'rank MB': _megabytes(cost.rank_bytes),
+            'machine MB': _megabytes(cost.node_bytes),
+            'of gradients': '' if sent is None else f'{sent / total:.3f}',
+            'last error': f'{cost.last_error:.1e}',
+            'averaged': f'{cost.averaged_error:.1e}',
+            'memory MB': f'{cost.memory_bytes / 1e6:.1f}',
+            'own ms': f'{cost.compute_s * 1e3:.1f}',
+        }
+        if not several:
+            del row['machine MB']
+        rows.append(row)
+    return _table(rows)
+
+
+def _link_heading(link: LinkResult) -> str:
+    text = (
+        f'{link.link}: step without exchange {_time(link.no_op_s.median)}, '
+        f'first bucket at {_time(link.first_bucket_s)}'
+    )
+    reached = link.reached_bytes_per_s
+    if reached and link.rate_bytes_per_s:
+        text += f', rate reached {reached / link.rate_bytes_per_s:.1%}'
+    elif reached:
+        text += f', rate reached {reached * 8e-6:.0f} Mbit/s'
+    return text
+
+
+def _link_table(link: LinkResult) -> Table:
+    rows = []
+    for timing in link.timings:
+        step = timing.step_s
+        low, high = step.lower_quartile, step.upper_quartile
+        row = {
+            'hook': timing.hook,
+            'step ms': f'{step.median * 1e3:.0f}',
+            '(quartiles)': f'({low * 1e3:.0f}-{high * 1e3:.0f})',
+            'exposed ms': f'{timing.exposed_s * 1e3:.0f}',
+            'speed': f'{timing.speed:.2f}',
+            'floor ms': f'{timing.floor_s * 1e3:.0f}',
+            'ratio': f'{timing.ratio:.3f}',
+        }
+        if timing.net_ratio is not None:
+            row['net ratio'] = f'{timing.net_ratio:.3f}'
+        if timing.kernel_bytes is not None:
+            row['kernel MB'] = _megabytes(timing.kernel_bytes)
+        rows.append(row)
+    return _table(rows)
+
+
+def _table(rows: list[dict[str, str]]) -> Table:
+    """Of rows with the same keys, which are the headings."""
+    table = Table(box=None, pad_edge=False)
+    for heading in rows[0]:
+        if heading == 'hook':
+            table.add_column(heading, overflow='fold')
+        else:
+            # Narrow, so that the hooks' names give way last.
+            table.add_column(
+                heading.replace(' ', '\n'), justify='right', no_wrap=True
+            )
+    for row in rows:
+        table.add_row(*row.values())
+    return table
+
+
+def _megabytes(number: float | None) -> str:
+    return '' if number is None else f'{number / 1e6:.3f}'
+
+
+def _time(seconds: float) -> str:
+    return f'{seconds * 1e3:.0f} ms'

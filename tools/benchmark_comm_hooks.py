@@ -1,0 +1,264 @@
+"""Measure communication hooks: what they send, lose and gain.
+
+    python tools/benchmark_comm_hooks.py             # processes over loopback
+    python tools/benchmark_comm_hooks.py --rate 200mbit 1gbit \\
+        --nodes 2 --ranks-per-node 2                 # emulated machines
+    torchrun ... tools/benchmark_comm_hooks.py       # real ones
+    srun ... python tools/benchmark_comm_hooks.py --launcher slurm
+
+Every round times one step of each hook in turn, so that what disturbs one
+disturbs all. Emulated machines are network namespaces of this one; they need
+root, `ip` and `tc`, and the rate limits what each of them sends.
+
+Beside the names of the key `ddp_comm_hook`, any dotted path is a hook, such
+as torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import config_step  # noqa: F401 (finds the sources beside this folder)
+import torch
+import torch.distributed as dist
+from mmengine.dist import init_dist
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from mmcv_custom.benchmark.charts import draw, supported_formats
+from mmcv_custom.benchmark.hooks import DEFAULT_HOOKS, choose
+from mmcv_custom.benchmark.launching import (
+    clean_exit,
+    run_emulated,
+    run_local,
+)
+from mmcv_custom.benchmark.links import LinkError, Rate, check_rights
+from mmcv_custom.benchmark.measuring import measure
+from mmcv_custom.benchmark.tables import show
+from mmcv_custom.benchmark.workload import (
+    Workload,
+    load_config,
+    make_layers,
+    make_segmentor,
+)
+from mmcv_custom.engine.distributed import init_cpu_group
+
+_WIDTH = 110  # of tables in a file, in characters
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse and check the command line.
+
+    Returns:
+        The options; ``hooks`` and ``rate`` are read, and ``cfg`` is the
+        config or None.
+
+    Raises:
+        SystemExit: With one line that says what is wrong.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    _add_options(parser)
+    args = parser.parse_args(argv)
+    try:
+        args.hooks = choose(args.hooks)
+        args.rate = [Rate.parse(text) for text in args.rate]
+        args.cfg = load_config(args.config) if args.config else None
+        _check_numbers(args)
+        _check_place(args)
+        _check_files(args)
+    except (ImportError, LinkError, OSError, TypeError, ValueError) as error:
+        parser.error(str(error))
+    return args
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group('what is measured')
+    what.add_argument(
+        '--hooks',
+        nargs='+',
+        default=DEFAULT_HOOKS,
+        metavar='HOOK',
+        help='names, or values with knobs as in a config,\n'
+        '"dict(type=\'powersgd\', matrix_approximation_rank=4)";\n'
+        'plain DDP, `none`, is always measured too',
+    )
+    what.add_argument('--config', help='take the model of this config')
+    what.add_argument(
+        '--params',
+        type=float,
+        help='or square layers of that many parameters (25.2e6)',
+    )
+    what.add_argument(
+        '--batch', type=int, help='of a rank (2 pictures, or 32 samples)'
+    )
+    what.add_argument('--rounds', type=int, default=15)
+    what.add_argument(
+        '--error-steps',
+        type=int,
+        default=20,
+        help='for the error; averaged is that of the second half (20)',
+    )
+    where = parser.add_argument_group('where')
+    where.add_argument('--ranks', type=int, help='over loopback (2)')
+    where.add_argument(
+        '--rate',
+        nargs='+',
+        default=[],
+        help='of the link of each emulated machine, such as 200mbit 1gbit',
+    )
+    where.add_argument('--nodes', type=int, help='emulated machines (2)')
+    where.add_argument(
+        '--ranks-per-node', type=int, help='on each emulated machine (1)'
+    )
+    where.add_argument(
+        '--launcher', choices=['slurm'], help='torchrun is found without'
+    )
+    result = parser.add_argument_group('result, beside the tables')
+    result.add_argument('--json', metavar='FILE')
+    result.add_argument('--chart', metavar='FILE.png')
+    # Of the ranks that this script starts.
+    parser.add_argument('--store', help=argparse.SUPPRESS)
+    parser.add_argument(
+        '--emulated', action='store_true', help=argparse.SUPPRESS
+    )
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    names = 'batch rounds error_steps ranks nodes ranks_per_node params'
+    for name in names.split():
+        value = getattr(args, name)
+        if value is not None and not 1 <= value < float('inf'):
+            option = name.replace('_', '-')
+            raise ValueError(f'--{option} {value} must be at least 1')
+    if args.error_steps % 2:
+        raise ValueError(f'--error-steps {args.error_steps} must be even')
+    if args.cfg and args.params:
+        raise ValueError('take one of --config and --params')
+
+
+def _check_place(args: argparse.Namespace) -> None:
+    emulated = bool(args.nodes or args.ranks_per_node)
+    if args.store:
+        return  # checked by who has started this
+    if is_rank(args):
+        if args.rate or args.ranks or emulated:
+            raise ValueError(
+                'under a launcher, machines and network are what they are: '
+                'leave out --rate, --ranks, --nodes and --ranks-per-node'
+            )
+    elif args.rate:
+        if args.ranks:
+            raise ValueError(
+                '--ranks is without --rate; take --nodes and --ranks-per-node'
+            )
+        args.nodes, args.ranks_per_node = (
+            args.nodes or 2,
+            args.ranks_per_node or 1,
+        )
+        check_rights(args.nodes)
+    elif emulated:
+        raise ValueError(
+            '--nodes and --ranks-per-node need --rate, such as --rate 1gbit: '
+            'only emulated links have a machine at each end'
+        )
+    else:
+        args.ranks = args.ranks or 2
+        gpus = torch.cuda.device_count()
+        if 0 < gpus < args.ranks:
+            raise ValueError(
+                f'--ranks {args.ranks}, but there are {gpus} GPUs'
+            )
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Find out now what would lose the results at the end."""
+    for option in ('json', 'chart'):
+        path = getattr(args, option)
+        if path and not Path(path).resolve().parent.is_dir():
+            raise ValueError(f'--{option} {path}: there is no such folder')
+    if args.chart:
+        formats = supported_formats()
+        if Path(args.chart).suffix[1:] not in formats:
+            raise ValueError(
+                f'--chart {args.chart} must end with one of '
+                f'{", ".join(formats)}'
+            )
+
+
+def is_rank(args: argparse.Namespace) -> bool:
+    """Whether a launcher, perhaps this script, has started this process."""
+    return 'RANK' in os.environ or args.launcher is not None
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Start the ranks on this machine; returns the exit code."""
+    command = [sys.executable, *sys.argv]
+    try:
+        with clean_exit():
+            if args.rate:
+                return run_emulated(command, args.nodes, args.ranks_per_node)
+            return run_local(command, args.ranks)
+    except LinkError as error:
+        sys.exit(str(error))
+
+
+@record  # puts an error into torchrun's summary
+def work(args: argparse.Namespace) -> None:
+    """Measure, as one of the ranks; the first one reports."""
+    start_process_group(args)
+    console = Console()
+    if not console.is_terminal:  # rich would take it for a narrow one
+        console.width = _WIDTH
+    report = measure(
+        make_workload(args),
+        args.hooks,
+        args.rate,
+        args.rounds,
+        args.error_steps,
+        console,
+    )
+    if dist.get_rank() == 0:
+        console.print(show(report))
+        if args.json:
+            report.write_json(args.json)
+        if args.chart:
+            draw(report).savefig(args.chart, dpi=150)
+    dist.destroy_process_group()
+
+
+def start_process_group(args: argparse.Namespace) -> None:
+    """Start the default process group, for this rank's GPU or its CPU."""
+    launcher = args.launcher or 'pytorch'
+    options = {}
+    if args.store:
+        options['init_method'] = f'file://{args.store}'
+    if torch.cuda.is_available():
+        init_dist(launcher, 'nccl', **options)
+        return
+    if args.store:
+        options['rank'] = int(os.environ['RANK'])
+        options['world_size'] = int(os.environ['WORLD_SIZE'])
+    init_cpu_group(launcher, **options)
+
+
+def make_workload(args: argparse.Namespace) -> Workload:
+    """Make what is trained, on this rank's device."""
+    rank, device = dist.get_rank(), torch.device('cpu')
+    if torch.cuda.is_available():
+        device = torch.device('cuda', torch.cuda.current_device())
+    if args.cfg:
+        return make_segmentor(args.cfg, args.batch or 2, rank, device)
+    return make_layers(args.params or 25.2e6, args.batch or 32, rank, device)
+
+
+def main() -> int | None:
+    """Measure as one of the ranks, or start them."""
+    args = parse_args()
+    return work(args) if is_rank(args) else launch(args)
+
+
+if __name__ == '__main__':
+    sys.exit(main())
