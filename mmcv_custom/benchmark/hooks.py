@@ -83,9 +83,9 @@ def _read_dict(text: str) -> dict[str, Any]:
     """Read ``dict(a=1)`` or ``{'a': 1}`` of plain data."""
     try:
         call = ast.parse(text.strip(), mode='eval').body
-        if not isinstance(call, ast.Call):
+        if isinstance(call, ast.Dict):
             return ast.literal_eval(call)
-        if call.args:
+        if not isinstance(call, ast.Call) or call.args:
             raise ValueError('values without a name')
         return {k.arg: ast.literal_eval(k.value) for k in call.keywords}
     except (SyntaxError, ValueError) as error:

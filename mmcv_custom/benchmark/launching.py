@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+from rich.console import Console
+
 from .links import DEVICE, machines
 
 __all__ = ['clean_exit', 'run_emulated', 'run_local']
@@ -111,6 +113,8 @@ def _run_ranks(
 ) -> int:
     """Run all; end the others when one fails, and show what it has said."""
     with ExitStack() as stack:
+        # Which a progress bar hides until it is done.
+        stack.callback(Console().show_cursor)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ranks = []
         for number, command in enumerate(commands):

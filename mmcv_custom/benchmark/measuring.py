@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 
+from ..compression.pipeline import ENDS_GROUPS
 from .computing import measure_compute, measure_copy, measure_guard
 from .exchange import exact_gradients, measure_exchange
 from .hooks import PLAIN, WARMUP_STEPS, Choice
@@ -42,52 +43,69 @@ def measure(
         console: Where the first rank shows a progress bar, on a terminal.
 
     Returns:
-        The report, the same on all ranks.
+        The report; `copy_s` and `guard_s` are of this rank, all else is of
+        all ranks and the same on each.
     """
     topology = Topology()
     total = len(choices) * (error_steps + 1)
     total += max(1, len(rates)) * (rounds + 1) * (len(choices) + 1)
     with _progress_bar(total, console) as tick:
         computes = _measure_computes(workload, choices, rounds, tick)
-        methods: dict[str, Method] = {
-            NO_OP.label: NoOp(workload, NO_OP),
-            **{choice.label: Method(workload, choice) for choice in choices},
-        }
-        for method in methods.values():
-            for _ in range(WARMUP_STEPS):
-                method.step()
-        guard_s = measure_guard(methods[NO_OP.label], rounds)
-        exact = exact_gradients(methods[PLAIN])
-        costs = []
-        for choice, compute_s in zip(choices, computes, strict=True):
-            method = methods[choice.label]
-            figures = measure_exchange(
-                method, exact, error_steps, topology, tick
-            )
-            figures |= {
-                'memory_bytes': method.memory_bytes(),
-                'compute_s': compute_s,
-            }
-            method.ddp.zero_grad()
-            costs.append(
-                Cost(choice.label, choice.config, **_largest(figures))
-            )
-        del exact
+        methods = _make_methods(workload, choices)
+        no_op = methods[NO_OP.label]
+        guard_s = measure_guard(no_op, rounds)
+        costs = _measure_costs(
+            methods, choices, computes, error_steps, topology, tick
+        )
         links = [
             _measure_link(methods, rate, rounds, topology, costs, tick)
             for rate in rates or [None]
         ]
-        report = Report(
-            setting=_setting(workload, topology, rounds, error_steps),
-            copy_s=measure_copy(workload, rounds),
-            guard_s=guard_s,
-            buckets=len(methods[NO_OP.label].buckets),
-            costs=costs,
-            links=links,
-        )
     for method in methods.values():
         method.close()
-    return report
+    return Report(
+        setting=_setting(workload, topology, rounds, error_steps),
+        copy_s=measure_copy(workload, rounds),
+        guard_s=guard_s,
+        buckets=len(no_op.notes.buckets),
+        costs=costs,
+        links=links,
+    )
+
+
+def _make_methods(
+    workload: Workload, choices: list[Choice]
+) -> dict[str, Method]:
+    """Of all hooks and of none, warmed up."""
+    methods: dict[str, Method] = {NO_OP.label: NoOp(workload, NO_OP)}
+    for choice in choices:
+        methods[choice.label] = Method(workload, choice)
+    for method in methods.values():
+        for _ in range(WARMUP_STEPS):
+            method.step()
+    return methods
+
+
+def _measure_costs(
+    methods: dict[str, Method],
+    choices: list[Choice],
+    computes: list[float],
+    error_steps: int,
+    topology: Topology,
+    tick: Callable[[], None],
+) -> list[Cost]:
+    exact = exact_gradients(methods[PLAIN])
+    costs = []
+    for choice, compute_s in zip(choices, computes, strict=True):
+        method = methods[choice.label]
+        figures = {
+            **measure_exchange(method, exact, error_steps, topology, tick),
+            'memory_bytes': method.memory_bytes(),
+            'compute_s': compute_s,
+        }
+        method.ddp.zero_grad()
+        costs.append(Cost(choice.label, choice.config, **_largest(figures)))
+    return costs
 
 
 def _measure_computes(
@@ -102,6 +120,8 @@ def _measure_computes(
     for choice in choices:
         computes.append(measure_compute(workload, choice, alone, rounds))
         tick()
+    if ENDS_GROUPS:
+        dist.destroy_process_group(alone)
     return computes
 
 

@@ -122,27 +122,44 @@ class NoOp(Method):
     """The model with a hook that exchanges nothing.
 
     Attributes:
-        buckets: Of the last step.
-        first_bucket_s: Of it, until the first bucket came.
+        notes: Of the last step.
     """
 
     def _attach(self, choice: Choice) -> None:
-        self.buckets: list[dist.GradBucket] = []
-        self.ddp.register_comm_hook(None, self._note)
+        # Not of this object: DDP keeps its hook, and would keep itself.
+        self.notes = Notes()
+        self.ddp.register_comm_hook(None, self.notes)
 
-    def _note(
+    def step(self) -> tuple[float, float]:
+        """As in the base class."""
+        self.notes.begin()
+        return super().step()
+
+
+class Notes:
+    """A hook that leaves the buckets of a step as they are, but notes them.
+
+    Attributes:
+        buckets: Of the step.
+        first_bucket_s: From its beginning until the first of them.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.buckets: list[dist.GradBucket] = []
+        self._start = time.perf_counter()
+
+    def __call__(
         self, state: object, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
+        """Note a bucket."""
         if not self.buckets:
             self.first_bucket_s = time.perf_counter() - self._start
         self.buckets.append(bucket)
         return leave(state, bucket)
-
-    def step(self) -> tuple[float, float]:
-        """As in the base class."""
-        self.buckets.clear()
-        self._start = time.perf_counter()
-        return super().step()
 
 
 def leave(

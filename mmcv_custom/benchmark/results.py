@@ -54,8 +54,8 @@ class Cost:
         averaged_error: The same, of the gradients averaged over the second
             half of the steps: what error feedback makes good is gone.
         memory_bytes: Of the hook's state, on one rank.
-        compute_s: What the hook computes, in seconds; see
-            :func:`computing.measure_compute`.
+        compute_s: What the hook computes, in seconds, on the rank that needs
+            the most; see :func:`computing.measure_compute`.
     """
 
     hook: str

@@ -2,6 +2,7 @@
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from .results import LinkResult, Report
 
@@ -119,7 +120,8 @@ def _table(rows: list[dict[str, str]]) -> Table:
                 heading.replace(' ', '\n'), justify='right', no_wrap=True
             )
     for row in rows:
-        table.add_row(*row.values())
+        # As text, since brackets of a knob are no markup.
+        table.add_row(*map(Text, row.values()))
     return table
 
 

@@ -99,7 +99,8 @@ def _time_step(method: Method, device: str | None) -> Row:
     dist.barrier()  # until all have sent all
     sent = sent_by_machine(device) - before if device else None
     method.ddp.zero_grad()
-    first = method.first_bucket_s if isinstance(method, NoOp) else 0.0
+    is_no_op = isinstance(method, NoOp)
+    first = method.notes.first_bucket_s if is_no_op else 0.0
     return Row(step_s, hidden_s, first, sent)
 
 

@@ -1,0 +1,102 @@
+"""Tables and charts of a report."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from mmcv_custom.benchmark.charts import draw, supported_formats
+from mmcv_custom.benchmark.tables import show
+
+from .samples import LONG, make_report
+
+
+def _text(report, width):
+    console = Console(width=width, file=io.StringIO())
+    console.print(show(report))
+    return console.file.getvalue()
+
+
+def _lines(report):
+    return [line.split() for line in _text(report, 200).splitlines()]
+
+
+def test_tables():
+    lines = _lines(make_report())
+    assert 'none 8.000 12.000 1.500 3.0e-08 2.0e-08 0.0 0.0'.split() in lines
+    # No count of what leaves the machine.
+    row = f'{LONG} 1.000 5.0e-01 2.5e-01 16.0 20.0'
+    assert row.split() in lines
+    step = 'none 500 (400-600) 400 1.00 450 1.111 1.050 12.100'
+    assert step.split() in lines
+    text = _text(make_report(), 200)
+    assert '2 machines with 2 ranks each' in text
+    assert 'rate reached 96.0%' in text
+
+
+def test_tables_of_one_machine():
+    text = _text(make_report(['loopback'], machines=1), 200)
+    assert '1 machine with 4 ranks' in text
+    lines = [line.split() for line in text.splitlines()]
+    assert 'none 8.000 1.000 3.0e-08 2.0e-08 0.0 0.0'.split() in lines
+    assert 'none 500 (400-600) 400 1.00 450 1.111'.split() in lines
+
+
+def test_narrow_terminal_loses_no_figure():
+    text = _text(make_report(), 80)
+    for figure in ('2.5e-01', '16.0', '20.0', '(200-200)', '1.600', '12.100'):
+        assert figure in text
+    assert '…' not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_chart_has_a_panel_per_link():
+    figure = draw(make_report(['200mbit per machine', '1gbit per machine']))
+    panels = figure.axes
+    assert [axes.get_title('left') for axes in panels] == [
+        '200mbit per machine',
+        '1gbit per machine',
+    ]
+    for axes in panels:
+        assert axes.get_xlabel() == 'time of a training step (s)'
+        names = [label.get_text() for label in axes.get_yticklabels()]
+        assert [name.replace('\n', '') for name in names] == ['none', LONG]
+        computing, hidden, waiting = axes.containers
+        assert [bar.get_width() for bar in computing] == pytest.approx(
+            [0.04, 0.07]
+        )
+        assert [bar.get_width() for bar in hidden] == [0.06, 0.03]
+        assert [bar.get_width() for bar in waiting] == [0.4, 0.1]
+        # One after the other: together they are the step.
+        assert waiting[0].get_x() + 0.4 == pytest.approx(0.5)
+        (floors,) = axes.collections
+        assert [path.vertices[0][0] for path in floors.get_paths()] == [
+            0.45,
+            0.125,
+        ]
+        assert [text.get_text() for text in axes.texts] == [
+            '0.5 s',
+            '0.2 s, 2.50 x as fast',
+        ]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        'computing',
+        'exchange, hidden',
+        'exchange, waited for',
+        'floor: least that computing and bytes / rate allow',
+    ]
+
+
+def test_parts_of_a_bar_differ_in_grey():
+    bars = [group[0] for group in draw(make_report()).axes[0].containers]
+    greys = [
+        0.2126 * red + 0.7152 * green + 0.0722 * blue
+        for red, green, blue, _ in (bar.get_facecolor() for bar in bars)
+    ]
+    assert greys[0] > greys[1] + 0.2 > greys[2] + 0.4
+
+
+def test_chart_in_a_file(tmp_path):
+    draw(make_report()).savefig(tmp_path / 'chart.png')
+    assert (tmp_path / 'chart.png').read_bytes().startswith(b'\x89PNG')
+    assert 'png' in supported_formats()
