@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from .hooks import PLAIN
 from .results import LinkResult, Report, Timing
-from .tables import machines
+from .tables import describe_nodes
 
 __all__ = ['draw', 'supported_formats']
 
@@ -36,7 +36,8 @@ def draw(report: Report) -> Figure:
     for axes, link in zip(panels, report.links, strict=True):
         _draw_link(axes, link)
     figure.suptitle(
-        f'{report.setting["workload"]}; {machines(report)}', fontsize='medium'
+        f'{report.setting["workload"]}; {describe_nodes(report)}',
+        fontsize='medium',
     )
     lines, *bars = panels[0].get_legend_handles_labels()[0]
     figure.legend(

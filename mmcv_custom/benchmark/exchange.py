@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from .method import Method, Topology
+from .method import Method
+from .nodes import Nodes, ring_edges
 from .results import ring_bytes
 
 __all__ = ['counted_bytes', 'exact_gradients', 'measure_exchange']
@@ -15,14 +16,14 @@ _ITEMSIZES = {'allreduce': 4, 'fp16': 2, 'bf16': 2}
 
 
 def counted_bytes(
-    method: Method, topology: Topology, steps: int
+    method: Method, nodes: Nodes, steps: int
 ) -> tuple[float | None, float | None]:
-    """Return what this rank and its machine have sent in all steps so far.
+    """Return what this rank and its node have sent in all steps so far.
 
     Args:
         method: Its hook has ``sent_bytes`` and ``node_sent_bytes``, or is
             none: then it is what a ring sends. Others are not counted.
-        topology: Of the ranks.
+        nodes: Of the ranks.
         steps: How many there were.
     """
     if method.comm_hook is None:
@@ -37,8 +38,8 @@ def counted_bytes(
                 p.numel() for p in method.ddp.parameters() if p.requires_grad
             )
         )
-        sent = ring_bytes(gradients, len(topology.machine_of))
-        return sent, topology.ring_edges() * sent
+        sent = ring_bytes(gradients, dist.get_world_size())
+        return sent, ring_edges(nodes, dist.get_rank()) * sent
     return (
         getattr(method.hook, 'sent_bytes', None),
         getattr(method.hook, 'node_sent_bytes', None),
@@ -59,7 +60,7 @@ def measure_exchange(
     method: Method,
     exact: list[torch.Tensor],
     steps: int,
-    topology: Topology,
+    nodes: Nodes,
     tick: Callable[[], None],
 ) -> dict[str, float | None]:
     """Run steps, and compare their gradients with the mean.
@@ -68,15 +69,15 @@ def measure_exchange(
         method: It has been warmed up.
         exact: From :func:`exact_gradients`, of the same workload.
         steps: How many, an even number: the second half is averaged.
-        topology: Of the ranks.
+        nodes: Of the ranks.
         tick: Called after each step.
 
     Returns:
         ``rank_bytes``, ``node_bytes``, ``last_error`` and ``averaged_error``
-        as in :class:`Cost`, but of this rank and its machine.
+        as in :class:`Cost`, but of this rank and its node.
     """
     average = [torch.zeros_like(tensor) for tensor in exact]
-    before = counted_bytes(method, topology, 0)
+    before = counted_bytes(method, nodes, 0)
     for step in range(steps):
         method.step()
         if step >= steps // 2:
@@ -85,7 +86,7 @@ def measure_exchange(
             ):
                 total.add_(gradient, alpha=2 / steps)
         tick()
-    after = counted_bytes(method, topology, steps)
+    after = counted_bytes(method, nodes, steps)
     rank_bytes, node_bytes = (
         None if None in pair else (pair[1] - pair[0]) / steps
         for pair in zip(before, after, strict=True)

@@ -15,7 +15,7 @@ __all__ = [
     'check_rights',
     'limit',
     'machines',
-    'sent_by_machine',
+    'sent_bytes',
 ]
 
 # Of each machine, to the others.
@@ -134,7 +134,7 @@ def limit(rate: Rate) -> None:
     _run(f'tc qdisc replace dev {DEVICE} root {how}')
 
 
-def sent_by_machine(device: str) -> int:
+def sent_bytes(device: str) -> int:
     """Return the bytes that have left over a device, by the kernel's count."""
     return int(
         Path(f'/sys/class/net/{device}/statistics/tx_bytes').read_text()

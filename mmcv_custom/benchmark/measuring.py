@@ -10,12 +10,12 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 
-from ..compression.pipeline import ENDS_GROUPS
 from .computing import measure_compute, measure_copy, measure_guard
 from .exchange import exact_gradients, measure_exchange
 from .hooks import PLAIN, WARMUP_STEPS, Choice
 from .links import Rate, limit
-from .method import NO_OP, Method, NoOp, Topology
+from .method import NO_OP, Method, NoOp
+from .nodes import Nodes, find_nodes
 from .results import Cost, LinkResult, Report
 from .timing import find_device, measure_reached, summarize, time_steps
 from .workload import Workload
@@ -36,7 +36,7 @@ def measure(
     Args:
         workload: What is trained.
         choices: The hooks, plain DDP among them.
-        rates: To limit this machine's link to, one after the other; without
+        rates: To limit this node's link to, one after the other; without
             any, the network stays as it is.
         rounds: Of one step of each hook, per link.
         error_steps: How many steps errors are measured in.
@@ -46,7 +46,7 @@ def measure(
         The report; `copy_s` and `guard_s` are of this rank, all else is of
         all ranks and the same on each.
     """
-    topology = Topology()
+    nodes = find_nodes()
     total = len(choices) * (error_steps + 1)
     total += max(1, len(rates)) * (rounds + 1) * (len(choices) + 1)
     with _progress_bar(total, console) as tick:
@@ -55,16 +55,16 @@ def measure(
         no_op = methods[NO_OP.label]
         guard_s = measure_guard(no_op, rounds)
         costs = _measure_costs(
-            methods, choices, computes, error_steps, topology, tick
+            methods, choices, computes, error_steps, nodes, tick
         )
         links = [
-            _measure_link(methods, rate, rounds, topology, costs, tick)
+            _measure_link(methods, rate, rounds, nodes, costs, tick)
             for rate in rates or [None]
         ]
     for method in methods.values():
         method.close()
     return Report(
-        setting=_setting(workload, topology, rounds, error_steps),
+        setting=_setting(workload, nodes, rounds, error_steps),
         copy_s=measure_copy(workload, rounds),
         guard_s=guard_s,
         buckets=len(no_op.notes.buckets),
@@ -91,7 +91,7 @@ def _measure_costs(
     choices: list[Choice],
     computes: list[float],
     error_steps: int,
-    topology: Topology,
+    nodes: Nodes,
     tick: Callable[[], None],
 ) -> list[Cost]:
     exact = exact_gradients(methods[PLAIN])
@@ -99,7 +99,7 @@ def _measure_costs(
     for choice, compute_s in zip(choices, computes, strict=True):
         method = methods[choice.label]
         figures = {
-            **measure_exchange(method, exact, error_steps, topology, tick),
+            **measure_exchange(method, exact, error_steps, nodes, tick),
             'memory_bytes': method.memory_bytes(),
             'compute_s': compute_s,
         }
@@ -115,13 +115,12 @@ def _measure_computes(
     tick: Callable[[], None],
 ) -> list[float]:
     """What each hook computes on this rank, one hook after the other."""
+    # It lives as long as the default group.
     alone, _ = dist.new_subgroups(group_size=1)
     computes = []
     for choice in choices:
         computes.append(measure_compute(workload, choice, alone, rounds))
         tick()
-    if ENDS_GROUPS:
-        dist.destroy_process_group(alone)
     return computes
 
 
@@ -129,19 +128,19 @@ def _measure_link(
     methods: dict[str, Method],
     rate: Rate | None,
     rounds: int,
-    topology: Topology,
+    nodes: Nodes,
     costs: list[Cost],
     tick: Callable[[], None],
 ) -> LinkResult:
-    name = 'loopback' if len(topology.machines) == 1 else 'the network'
+    name = 'loopback' if len(nodes) == 1 else 'the network'
     if rate is not None:
-        name = f'{rate.name} per machine'
+        name = f'{rate.name} per node'
         dist.barrier()
         limit(rate)
     dist.barrier()
-    reached = measure_reached(topology)
-    rows = time_steps(methods, rounds, find_device(topology), tick)
-    is_aside = dist.get_backend() == 'nccl' or _has_spare_cores(rate, topology)
+    reached = measure_reached(nodes)
+    rows = time_steps(methods, rounds, find_device(nodes), tick)
+    is_aside = dist.get_backend() == 'nccl' or _has_spare_cores(rate, nodes)
     return summarize(
         name, rate and rate.bytes_per_s, reached, rows, costs, is_aside
     )
@@ -160,13 +159,13 @@ def _largest(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _setting(
-    workload: Workload, topology: Topology, rounds: int, error_steps: int
+    workload: Workload, nodes: Nodes, rounds: int, error_steps: int
 ) -> dict[str, Any]:
     return {
         'torch': torch.__version__,
         'backend': dist.get_backend(),
         'ranks': dist.get_world_size(),
-        'machines': len(topology.machines),
+        'nodes': len(nodes),
         'cores': _cores(),
         'workload': workload.name,
         'parameters': workload.num_parameters,
@@ -176,13 +175,11 @@ def _setting(
     }
 
 
-def _has_spare_cores(rate: Rate | None, topology: Topology) -> bool:
+def _has_spare_cores(rate: Rate | None, nodes: Nodes) -> bool:
     """Whether each rank has a second core, for what its hook computes."""
-    names = topology.machine_of
-    if rate is None:
-        names = [name for name in names if name == names[dist.get_rank()]]
-    # All emulated machines are this one.
-    return _cores() >= 2 * len(names)
+    # All emulated nodes are this machine.
+    ranks = dist.get_world_size() if rate else max(map(len, nodes))
+    return _cores() >= 2 * ranks
 
 
 def _cores() -> int:

@@ -1,8 +1,6 @@
 """A model with a hook, and its step."""
 
 import logging
-import os
-import socket
 import sys
 import time
 
@@ -19,40 +17,12 @@ from ..engine.spec import CommHook
 from .hooks import WARMUP_STEPS, Choice
 from .workload import Workload
 
-__all__ = ['NO_OP', 'Method', 'NoOp', 'Topology', 'leave']
+__all__ = ['NO_OP', 'Method', 'NoOp', 'leave']
 
 NO_OP = Choice('no-op', None)
 
 _SAMPLE_RATE = 1  # in steps, of the times that DDP takes of itself
 _OVERLAP = 'backward_compute_comm_overlap_time'  # in ns
-
-
-class Topology:
-    """Which rank is on which machine.
-
-    A collective: all ranks make one.
-    """
-
-    def __init__(self) -> None:
-        # torchrun's name for it, and Slurm's.
-        name = os.environ.get('GROUP_RANK') or os.environ.get('SLURM_NODEID')
-        names = [''] * dist.get_world_size()
-        dist.all_gather_object(names, name or socket.gethostname())
-        self.machine_of = names
-
-    @property
-    def machines(self) -> list[str]:
-        """Names, in the order of their first ranks."""
-        return list(dict.fromkeys(self.machine_of))
-
-    def ring_edges(self) -> int:
-        """How many edges of the ring 0, 1, ... leave this rank's machine."""
-        names = self.machine_of
-        mine = names[dist.get_rank()]
-        return sum(
-            name == mine != names[(rank + 1) % len(names)]
-            for rank, name in enumerate(names)
-        )
 
 
 class Method:

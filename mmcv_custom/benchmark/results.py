@@ -47,8 +47,8 @@ class Cost:
         config: The value of ``ddp_comm_hook``; None is plain DDP.
         rank_bytes: What the rank that sends the most has sent, as the hook
             counts it; None if it does not count.
-        node_bytes: What the machine that sends the most has sent to other
-            machines, likewise.
+        node_bytes: What the node that sends the most has sent to other nodes,
+            likewise.
         last_error: Of the last step's gradients, relative to their mean in
             float64, in the norm.
         averaged_error: The same, of the gradients averaged over the second
@@ -78,13 +78,13 @@ class Timing:
         exposed_s: What the step waits for gradients: without exchange it
             would take so much less.
         hidden_s: The exchange that goes on during the backward pass.
-        kernel_bytes: What left the machine that sent the most, as the kernel
+        kernel_bytes: What left the node that sent the most, as the kernel
             counts it, headers included; None where nobody counts.
         speed: Steps per second, over plain DDP's.
         floor_s: What a step takes at least; see :func:`floor_s`.
         ratio: The step over the floor.
         net_ratio: The same with the rate that a large all-reduce reaches;
-            None on one machine.
+            None on one node.
     """
 
     hook: str
@@ -104,9 +104,9 @@ class LinkResult:
 
     Attributes:
         link: The rate as it was written, or what else connects the ranks.
-        rate_bytes_per_s: Of a machine's link; None if it is not known.
-        reached_bytes_per_s: What leaves a machine per second in a large
-            all-reduce; None on one machine.
+        rate_bytes_per_s: Of a node's link; None if it is not known.
+        reached_bytes_per_s: What leaves a node per second in a large
+            all-reduce; None on one node.
         no_op_s: Of a step without exchange.
         first_bucket_s: Of that step, until the first bucket is ready.
         timings: Of each hook.
@@ -168,7 +168,7 @@ def floor_s(
         no_op_s: Of a step without exchange.
         first_bucket_s: Of that step, until the first bucket is ready.
         compute_s: Of the hook. 0 where it has a core of its own.
-        node_bytes: Sent by a machine in a step; None if nobody counts.
+        node_bytes: Sent by a node in a step; None if nobody counts.
         bytes_per_s: The rate of its link; None if it is not known.
     """
     busy = no_op_s + compute_s

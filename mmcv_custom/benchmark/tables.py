@@ -6,18 +6,18 @@ from rich.text import Text
 
 from .results import LinkResult, Report
 
-__all__ = ['machines', 'show']
+__all__ = ['describe_nodes', 'show']
 
 _NOTES = """
-rank, machine: what it sends in a step, as the hook counts it (of a machine, to
-others). errors: of the last step, and of the average over the second half of
-the steps, relative to the mean in float64. own: what the hook computes.
+rank, node: what it sends in a step, as the hook counts it (of a node, to other
+ones). errors: of the last step, and of the average over the second half of the
+steps, relative to the mean in float64. own: what the hook computes.
 A step lasts until the slowest rank has its gradients, median over the rounds.
 exposed: without exchange it would take so much less. speed: over plain DDP's.
 floor: the larger of (step without exchange + what the hook computes) and of
 (time to the first bucket + bytes / rate). ratio: the step over the floor; net
-ratio, with the rate that a large all-reduce reaches. kernel: what a machine
-has sent by the kernel's count, headers included."""
+ratio, with the rate that a large all-reduce reaches. kernel: what a node has
+sent by the kernel's count, headers included."""
 
 
 def show(report: Report) -> RenderableType:
@@ -33,7 +33,7 @@ def _heading(report: Report) -> str:
     return (
         f'{s["workload"]}: {s["parameters"] / 1e6:.1f} M parameters, '
         f'gradients of {s["gradient_bytes"] / 1e6:.1f} MB\n'
-        f'{machines(report)}, {s["cores"]} cores, '
+        f'{describe_nodes(report)}, {s["cores"]} cores, '
         f'{s["backend"]}, torch {s["torch"]}, {s["rounds"]} rounds\n'
         f'one copy of the gradients {report.copy_s * 1e3:.1f} ms; checks of '
         f"a hook's result {report.guard_s * 1e6:.1f} us a bucket, "
@@ -41,26 +41,26 @@ def _heading(report: Report) -> str:
     )
 
 
-def machines(report: Report) -> str:
-    """Say how many machines of how many ranks there are."""
-    number, ranks = report.setting['machines'], report.setting['ranks']
-    if number == 1:
-        return f'1 machine with {ranks} ranks'
-    if ranks == number:
-        return f'{number} machines with 1 rank each'
-    return f'{number} machines with {ranks / number:.3g} ranks each'
+def describe_nodes(report: Report) -> str:
+    """Say how many nodes of how many ranks there are."""
+    nodes, ranks = report.setting['nodes'], report.setting['ranks']
+    if nodes == 1:
+        return f'1 node of {ranks} ranks'
+    if ranks == nodes:
+        return f'{nodes} nodes of 1 rank'
+    return f'{nodes} nodes of {ranks / nodes:.3g} ranks'
 
 
 def _cost_table(report: Report) -> Table:
     total = report.setting['gradient_bytes']
-    several = report.setting['machines'] > 1
+    several = report.setting['nodes'] > 1
     rows = []
     for cost in report.costs:
         sent = cost.node_bytes if several else cost.rank_bytes
         row = {
             'hook': cost.hook,
             'rank MB': _megabytes(cost.rank_bytes),
-            'machine MB': _megabytes(cost.node_bytes),
+            'node MB': _megabytes(cost.node_bytes),
             'of gradients': '' if sent is None else f'{sent / total:.3f}',
             'last error': f'{cost.last_error:.1e}',
             'averaged': f'{cost.averaged_error:.1e}',
@@ -68,7 +68,7 @@ def _cost_table(report: Report) -> Table:
             'own ms': f'{cost.compute_s * 1e3:.1f}',
         }
         if not several:
-            del row['machine MB']
+            del row['node MB']
         rows.append(row)
     return _table(rows)
 

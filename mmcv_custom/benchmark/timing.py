@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from .hooks import PLAIN
-from .links import sent_by_machine
-from .method import NO_OP, Method, NoOp, Topology
+from .links import sent_bytes
+from .method import NO_OP, Method, NoOp
+from .nodes import Nodes, ring_edges
 from .results import Cost, LinkResult, Spread, Timing, floor_s, ring_bytes
 
 __all__ = ['Row', 'find_device', 'measure_reached', 'summarize', 'time_steps']
@@ -27,7 +28,7 @@ class Row:
         step_s: What it took.
         hidden_s: Of its exchange, during the backward pass.
         first_bucket_s: Until the first bucket, of the no-op.
-        kernel_bytes: What its machine has sent meanwhile, if it is counted.
+        kernel_bytes: What its node has sent meanwhile, if it is counted.
     """
 
     step_s: float
@@ -36,23 +37,23 @@ class Row:
     kernel_bytes: int | None
 
 
-def find_device(topology: Topology) -> str | None:
+def find_device(nodes: Nodes) -> str | None:
     """Return the network device whose bytes the kernel counts.
 
-    It is gloo's, if there are several machines and it has one.
+    It is gloo's, if there are several nodes and it has one.
     """
     name = os.environ.get('GLOO_SOCKET_IFNAME', '')
-    if len(topology.machines) == 1 or dist.get_backend() != 'gloo':
+    if len(nodes) == 1 or dist.get_backend() != 'gloo':
         return None
     return name if os.path.exists(f'/sys/class/net/{name}') and name else None
 
 
-def measure_reached(topology: Topology) -> float | None:
-    """Return the bytes per second that leave a machine in an all-reduce.
+def measure_reached(nodes: Nodes) -> float | None:
+    """Return the bytes per second that leave a node in an all-reduce.
 
-    None on one machine.
+    None on one node.
     """
-    if len(topology.machines) == 1:
+    if len(nodes) == 1:
         return None
     device = 'cuda' if dist.get_backend() == 'nccl' else 'cpu'
     message = torch.zeros(_MESSAGE_BYTES // 4, device=device)
@@ -61,9 +62,8 @@ def measure_reached(topology: Topology) -> float | None:
     start = time.perf_counter()
     dist.all_reduce(message)
     message[0].item()  # waits on an accelerator
-    sent = topology.ring_edges() * ring_bytes(
-        message.nbytes, len(topology.machine_of)
-    )
+    sent = ring_bytes(message.nbytes, dist.get_world_size())
+    sent *= ring_edges(nodes, dist.get_rank())
     return sent / (time.perf_counter() - start)
 
 
@@ -93,11 +93,11 @@ def time_steps(
 
 
 def _time_step(method: Method, device: str | None) -> Row:
-    before = sent_by_machine(device) if device else 0
+    before = sent_bytes(device) if device else 0
     dist.barrier()
     step_s, hidden_s = method.step()
     dist.barrier()  # until all have sent all
-    sent = sent_by_machine(device) - before if device else None
+    sent = sent_bytes(device) - before if device else None
     method.ddp.zero_grad()
     is_no_op = isinstance(method, NoOp)
     first = method.notes.first_bucket_s if is_no_op else 0.0
@@ -116,7 +116,7 @@ def summarize(
 
     Args:
         link: Its name.
-        rate: Bytes per second of a machine's link; None if it is not known.
+        rate: Bytes per second of a node's link; None if it is not known.
         reached: What a large all-reduce reaches.
         rows: From :func:`time_steps`.
         costs: Of each hook.

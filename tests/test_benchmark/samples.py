@@ -11,9 +11,9 @@ from mmcv_custom.benchmark.results import (
 LONG = 'powersgd(matrix_approximation_rank=4, levels=[b])'
 
 
-def make_report(rates=('200mbit per machine',), machines=2):
+def make_report(rates=('200mbit per node',), nodes=2):
     """Return a report of plain DDP and of a hook with a long name."""
-    several = machines > 1
+    several = nodes > 1
     costs = [
         Cost('none', None, 8e6, 12e6 if several else 0, 3e-8, 2e-8, 0, 0.0),
         Cost(LONG, {'type': 'powersgd'}, 1e6, None, 0.5, 0.25, 16000000, 0.02),
@@ -48,7 +48,7 @@ def make_report(rates=('200mbit per machine',), machines=2):
             'torch': '2.0',
             'backend': 'gloo',
             'ranks': 4,
-            'machines': machines,
+            'nodes': nodes,
             'cores': 2,
             'workload': 'some layers',
             'parameters': 2000000,

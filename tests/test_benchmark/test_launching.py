@@ -31,7 +31,7 @@ Path(sys.argv[1], os.environ['RANK']).write_text(text)
 # A machine's own address must not lead over its link, and a limit must hold.
 SEND = rf"""
 import os, socket, time
-from mmcv_custom.benchmark.links import Rate, limit, sent_by_machine
+from mmcv_custom.benchmark.links import Rate, limit, sent_bytes
 
 def send(address, size):
     for _ in range(300):  # until the other side listens
@@ -40,13 +40,13 @@ def send(address, size):
             break
         except ConnectionRefusedError:
             time.sleep(0.1)
-    before, start = sent_by_machine({DEVICE!r}), time.perf_counter()
+    before, start = sent_bytes({DEVICE!r}), time.perf_counter()
     with socket.create_connection((address, 5000)) as link:
         link.sendall(bytes(size))
         link.shutdown(socket.SHUT_WR)
         link.recv(1)  # the other side has all
     seconds = time.perf_counter() - start
-    return sent_by_machine({DEVICE!r}) - before, seconds
+    return sent_bytes({DEVICE!r}) - before, seconds
 
 number = int(os.environ['GROUP_RANK'])
 if os.environ['LOCAL_RANK'] == '0':

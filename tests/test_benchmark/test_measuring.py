@@ -1,6 +1,7 @@
 """Measurements of several ranks, of which the exact figures are known."""
 
 import json
+import os
 from dataclasses import asdict
 
 import pytest
@@ -11,7 +12,8 @@ from rich.console import Console
 from mmcv_custom.benchmark.exchange import exact_gradients, relative_error
 from mmcv_custom.benchmark.hooks import PLAIN, Choice, choose
 from mmcv_custom.benchmark.measuring import measure
-from mmcv_custom.benchmark.method import NO_OP, Method, NoOp, Topology
+from mmcv_custom.benchmark.method import NO_OP, Method, NoOp
+from mmcv_custom.benchmark.nodes import find_nodes, ring_edges
 from mmcv_custom.benchmark.workload import make_layers
 from tests.ranks import run_ranks
 
@@ -40,13 +42,14 @@ def _measure(rank):
 
 
 def test_report():
-    first, second = run_ranks(_measure)
+    # Fresh, for the groups that stay until the end.
+    first, second = run_ranks(_measure, fresh=True)
     assert json.loads(json.dumps(first)) == first
     for part in ('setting', 'buckets', 'costs', 'links'):
         assert first[part] == second[part]
     assert first['setting']['parameters'] == PARAMETERS
     assert first['setting']['gradient_bytes'] == 4 * PARAMETERS
-    assert (first['setting']['ranks'], first['setting']['machines']) == (2, 1)
+    assert (first['setting']['ranks'], first['setting']['nodes']) == (2, 1)
     assert first['buckets'] == 1
     assert first['copy_s'] > 0
     _check_costs(first['costs'])
@@ -120,30 +123,39 @@ def _compare_with_the_mean(rank):
         relative_error(mean, exact),
         relative_error(own, exact),
         relative_error([2 * gradient for gradient in exact], exact),
-        Topology().machines,
+        find_nodes(),
     )
 
 
 def test_gradients_without_exchange_and_their_mean():
-    for difference, own, doubled, machines in run_ranks(
-        _compare_with_the_mean
-    ):
+    for difference, own, doubled, nodes in run_ranks(_compare_with_the_mean):
         assert difference == 0
         # The ranks have batches of their own.
         assert own > 0.1
         assert doubled == 1
-        assert len(machines) == 1
+        assert nodes == ((0, 1),)
 
 
-def _ring_edges(rank, machines):
-    topology = Topology()
-    topology.machine_of = machines
-    return topology.ring_edges()
+def _nodes(rank, variable):
+    os.environ[variable] = 'ab'[rank]
+    nodes = find_nodes()
+    del os.environ[variable]
+    return nodes
+
+
+@pytest.mark.parametrize('variable', ['GROUP_RANK', 'SLURM_NODEID'])
+def test_launcher_tells_the_nodes(variable):
+    assert run_ranks(_nodes, variable) == [((0,), (1,))] * 2
 
 
 @pytest.mark.parametrize(
-    ('machines', 'edges'), [('aabb', 1), ('abab', 2), ('aaaa', 0)]
+    ('nodes', 'edges'),
+    [
+        (((0, 1), (2, 3)), [1, 1, 1, 1]),
+        (((0, 2), (1, 3)), [2, 2, 2, 2]),
+        (((0, 1, 2), (3,)), [1, 1, 1, 1]),
+        (((0, 1, 2, 3),), [0, 0, 0, 0]),
+    ],
 )
-def test_edges_of_the_ring_between_machines(machines, edges):
-    # Rank 0's machine; the edges depend on the names alone.
-    assert run_ranks(_ring_edges, machines, world_size=1) == [edges]
+def test_edges_of_the_ring_that_leave_a_node(nodes, edges):
+    assert [ring_edges(nodes, rank) for rank in range(4)] == edges

@@ -24,19 +24,19 @@ def _lines(report):
 def test_tables():
     lines = _lines(make_report())
     assert 'none 8.000 12.000 1.500 3.0e-08 2.0e-08 0.0 0.0'.split() in lines
-    # No count of what leaves the machine.
+    # No count of what leaves the node.
     row = f'{LONG} 1.000 5.0e-01 2.5e-01 16.0 20.0'
     assert row.split() in lines
     step = 'none 500 (400-600) 400 1.00 450 1.111 1.050 12.100'
     assert step.split() in lines
     text = _text(make_report(), 200)
-    assert '2 machines with 2 ranks each' in text
+    assert '2 nodes of 2 ranks' in text
     assert 'rate reached 96.0%' in text
 
 
-def test_tables_of_one_machine():
-    text = _text(make_report(['loopback'], machines=1), 200)
-    assert '1 machine with 4 ranks' in text
+def test_tables_of_one_node():
+    text = _text(make_report(['loopback'], nodes=1), 200)
+    assert '1 node of 4 ranks' in text
     lines = [line.split() for line in text.splitlines()]
     assert 'none 8.000 1.000 3.0e-08 2.0e-08 0.0 0.0'.split() in lines
     assert 'none 500 (400-600) 400 1.00 450 1.111'.split() in lines
@@ -51,11 +51,11 @@ def test_narrow_terminal_loses_no_figure():
 
 
 def test_chart_has_a_panel_per_link():
-    figure = draw(make_report(['200mbit per machine', '1gbit per machine']))
+    figure = draw(make_report(['200mbit per node', '1gbit per node']))
     panels = figure.axes
     assert [axes.get_title('left') for axes in panels] == [
-        '200mbit per machine',
-        '1gbit per machine',
+        '200mbit per node',
+        '1gbit per node',
     ]
     for axes in panels:
         assert axes.get_xlabel() == 'time of a training step (s)'

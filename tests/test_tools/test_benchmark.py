@@ -36,7 +36,7 @@ def test_defaults():
 
 
 @needs_links
-def test_rates_alone_are_two_machines():
+def test_rates_alone_are_two_nodes():
     args = TOOL.parse_args(['--rate', '200mbit', '1gbit'])
     assert (args.nodes, args.ranks_per_node, args.ranks) == (2, 1, None)
     assert [rate.name for rate in args.rate] == ['200mbit', '1gbit']
@@ -140,7 +140,7 @@ def test_over_loopback(tmp_path):
     assert report['costs'][0]['rank_bytes'] == 4 * PARAMETERS
     assert report['costs'][1]['rank_bytes'] == 2 * PARAMETERS
     assert report['links'][0]['link'] == 'loopback'
-    assert '1 machine with 2 ranks, ' in printed
+    assert '1 node of 2 ranks, ' in printed
     assert 'loopback: step without exchange' in printed
     assert (tmp_path / 'chart.png').stat().st_size > 1000
 
@@ -160,12 +160,12 @@ def test_counts_agree_with_the_kernel(
         *('--nodes', nodes, '--ranks-per-node', ranks_per_node),
         timeout_s=280,
     )
-    assert report['setting']['machines'] == nodes
+    assert report['setting']['nodes'] == nodes
     assert report['setting']['ranks'] == nodes * ranks_per_node
     measured = [link['rate_bytes_per_s'] for link in report['links']]
     assert measured == [1e9 / 8, 0.5e9 / 8][: len(rates)]
     for itemsize, cost in zip((4, 2), report['costs'], strict=True):
-        # One edge of the ring leaves a machine.
+        # One edge of the ring leaves a node.
         sent = factor * itemsize * PARAMETERS
         assert cost['rank_bytes'] == cost['node_bytes'] == sent
     for link in report['links']:
@@ -188,7 +188,7 @@ def test_model_of_a_config_under_torchrun(tmp_path):
     )
     assert report['setting']['workload'].startswith('InternViTSegmentor of')
     assert report['costs'][1]['last_error'] < 2**-10
-    assert '1 machine with 2 ranks, ' in printed
+    assert '1 node of 2 ranks, ' in printed
 
 
 @pytest.mark.e2e
