@@ -209,7 +209,7 @@ def launch(args: argparse.Namespace) -> int:
 def work(args: argparse.Namespace) -> None:
     """Measure, as one of the ranks; the first one reports."""
     start_process_group(args)
-    console = Console()
+    console = Console(highlight=False)
     if not console.is_terminal:  # rich would take it for a narrow one
         console.width = _WIDTH
     report = measure(

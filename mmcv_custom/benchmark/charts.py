@@ -88,7 +88,7 @@ def _parts(timing: Timing) -> tuple[float, float, float]:
 def _write_labels(axes: Axes, link: LinkResult, longest_s: float) -> None:
     for row, timing in enumerate(link.timings):
         step_s = timing.step_s.median
-        text = f'{step_s:.3g} s'
+        text = f'{step_s:#.3g} s'
         if timing.hook != PLAIN:
             text += f', {timing.speed:.2f} x as fast'
         axes.annotate(

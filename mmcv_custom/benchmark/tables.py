@@ -9,9 +9,10 @@ from .results import LinkResult, Report
 __all__ = ['describe_nodes', 'show']
 
 _NOTES = """
-rank, node: what it sends in a step, as the hook counts it (of a node, to other
-ones). errors: of the last step, and of the average over the second half of the
-steps, relative to the mean in float64. own: what the hook computes.
+rank, node: what it sends in a step, as the hook counts it (a node, to others).
+gradients: what a node sends, if there are several, over all gradients' bytes.
+errors: of the last step, and of the average over the second half of the steps,
+relative to the mean in float64. own: what the hook computes.
 A step lasts until the slowest rank has its gradients, median over the rounds.
 exposed: without exchange it would take so much less. speed: over plain DDP's.
 floor: the larger of (step without exchange + what the hook computes) and of
@@ -35,9 +36,9 @@ def _heading(report: Report) -> str:
         f'gradients of {s["gradient_bytes"] / 1e6:.1f} MB\n'
         f'{describe_nodes(report)}, {s["cores"]} cores, '
         f'{s["backend"]}, torch {s["torch"]}, {s["rounds"]} rounds\n'
-        f'one copy of the gradients {report.copy_s * 1e3:.1f} ms; checks of '
-        f"a hook's result {report.guard_s * 1e6:.1f} us a bucket, "
-        f'{report.buckets} buckets\n'
+        f'one copy of the gradients {report.copy_s * 1e3:.1f} ms\n'
+        f"{report.buckets} buckets; checks of a hook's result "
+        f'{report.guard_s * 1e6:.1f} us each\n'
     )
 
 

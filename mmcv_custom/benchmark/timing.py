@@ -62,9 +62,11 @@ def measure_reached(nodes: Nodes) -> float | None:
     start = time.perf_counter()
     dist.all_reduce(message)
     message[0].item()  # waits on an accelerator
+    # Of the rank that left the barrier first.
+    seconds: list = [None] * dist.get_world_size()
+    dist.all_gather_object(seconds, time.perf_counter() - start)
     sent = ring_bytes(message.nbytes, dist.get_world_size())
-    sent *= ring_edges(nodes, dist.get_rank())
-    return sent / (time.perf_counter() - start)
+    return ring_edges(nodes, dist.get_rank()) * sent / max(seconds)
 
 
 def time_steps(

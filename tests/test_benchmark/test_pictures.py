@@ -75,8 +75,8 @@ def test_chart_has_a_panel_per_link():
             0.125,
         ]
         assert [text.get_text() for text in axes.texts] == [
-            '0.5 s',
-            '0.2 s, 2.50 x as fast',
+            '0.500 s',
+            '0.200 s, 2.50 x as fast',
         ]
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [

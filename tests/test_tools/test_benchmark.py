@@ -169,8 +169,10 @@ def test_counts_agree_with_the_kernel(
         sent = factor * itemsize * PARAMETERS
         assert cost['rank_bytes'] == cost['node_bytes'] == sent
     for link in report['links']:
-        # Slower is no fault of the limit.
-        assert 0 < link['reached_bytes_per_s'] < link['rate_bytes_per_s']
+        # Slower is no fault of the limit; what it lets through at once is
+        # 1/128 of the message.
+        share = link['reached_bytes_per_s'] / link['rate_bytes_per_s']
+        assert 0 < share < 1 + 1 / 128
         for cost, timing in zip(report['costs'], link['timings'], strict=True):
             assert 1 < timing['kernel_bytes'] / cost['node_bytes'] < 1.03, (
                 timing['hook']
