@@ -35,6 +35,7 @@ from mmcv_custom.benchmark.launching import (
 )
 from mmcv_custom.benchmark.links import LinkError, Rate, check_rights
 from mmcv_custom.benchmark.measuring import measure
+from mmcv_custom.benchmark.method import usable
 from mmcv_custom.benchmark.tables import show
 from mmcv_custom.benchmark.workload import (
     Workload,
@@ -63,7 +64,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     _add_options(parser)
     args = parser.parse_args(argv)
     try:
-        args.hooks = choose(args.hooks)
+        args.default_hooks = not args.hooks
+        args.hooks = choose(args.hooks or DEFAULT_HOOKS)
         args.rate = [Rate.parse(text) for text in args.rate]
         args.cfg = load_config(args.config) if args.config else None
         _check_numbers(args)
@@ -79,7 +81,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         '--hooks',
         nargs='+',
-        default=DEFAULT_HOOKS,
         metavar='HOOK',
         help='names, or values with knobs as in a config,\n'
         '"dict(type=\'powersgd\', matrix_approximation_rank=4)";\n'
@@ -212,15 +213,15 @@ def work(args: argparse.Namespace) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:  # rich would take it for a narrow one
         console.width = _WIDTH
+    is_first = dist.get_rank() == 0
+    workload, choices = make_workload(args), args.hooks
+    if args.default_hooks:  # nobody has asked for one that cannot run here
+        say = console.print if is_first else lambda line: None
+        choices = usable(choices, workload, say)
     report = measure(
-        make_workload(args),
-        args.hooks,
-        args.rate,
-        args.rounds,
-        args.error_steps,
-        console,
+        workload, choices, args.rate, args.rounds, args.error_steps, console
     )
-    if dist.get_rank() == 0:
+    if is_first:
         console.print(show(report))
         if args.json:
             report.write_json(args.json)

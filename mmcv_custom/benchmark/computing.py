@@ -30,7 +30,8 @@ def measure_compute(
     to do, less a step without exchange. On CPU it is processor time, so that
     it does not matter what else runs. Left out is the sum over the ranks'
     parts; and a rank alone owns all parts, so a hook that encodes the mean of
-    its part encodes everything twice here.
+    its part encodes everything twice here. A hook that ignores its group
+    exchanges all the same, and what that takes of the processor is counted.
 
     Args:
         workload: What is trained.
@@ -52,7 +53,8 @@ def measure_compute(
 
 def measure_copy(workload: Workload, rounds: int) -> float:
     """Return the seconds of copying as much as all gradients."""
-    source, target = torch.ones(2, workload.gradient_bytes // 4)
+    device = next(workload.model.parameters()).device
+    source, target = torch.ones(2, workload.gradient_bytes // 4, device=device)
     return statistics.median(
         _seconds(partial(target.copy_, source)) for _ in range(rounds)
     )
@@ -80,9 +82,15 @@ def measure_guard(no_op: NoOp, rounds: int) -> float:
 
 
 def _seconds(function: Callable[[], object]) -> float:
-    # The processor of an accelerator's rank only waits for it.
-    on_cpu = dist.get_backend() == 'gloo'
-    clock = time.process_time if on_cpu else time.perf_counter
+    if dist.get_backend() == 'gloo':
+        clock = time.process_time
+    else:  # the processor only waits for the accelerator
+        clock = _device_clock
     start = clock()
     function()
     return clock() - start
+
+
+def _device_clock() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()

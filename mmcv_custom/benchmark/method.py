@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from ..engine.spec import CommHook
 from .hooks import WARMUP_STEPS, Choice
 from .workload import Workload
 
-__all__ = ['NO_OP', 'Method', 'NoOp', 'leave']
+__all__ = ['NO_OP', 'Method', 'NoOp', 'leave', 'usable']
 
 NO_OP = Choice('no-op', None)
 
@@ -86,6 +87,29 @@ class Method:
         """End what the hook has started."""
         if hasattr(self.hook, 'close'):
             self.hook.close()
+
+
+def usable(
+    choices: list[Choice], workload: Workload, report: Callable[[str], None]
+) -> list[Choice]:
+    """Leave out the hooks that the backend cannot run.
+
+    All ranks call it alike.
+
+    Args:
+        choices: The hooks.
+        workload: Its model is what they are tried on.
+        report: Called with a line for each that is left out.
+    """
+    kept = []
+    for choice in choices:
+        try:
+            Method(workload, choice).close()
+        except RuntimeError as error:
+            report(f'{choice.label} is left out: {error}')
+        else:
+            kept.append(choice)
+    return kept
 
 
 class NoOp(Method):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from mmcv_custom.benchmark import method
 from mmcv_custom.benchmark.exchange import exact_gradients, relative_error
 from mmcv_custom.benchmark.hooks import PLAIN, Choice, choose
 from mmcv_custom.benchmark.measuring import measure
@@ -134,6 +135,27 @@ def test_gradients_without_exchange_and_their_mean():
         assert own > 0.1
         assert doubled == 1
         assert nodes == ((0, 1),)
+
+
+def _usable(rank):
+    attach = method.attach_comm_hook
+
+    def refuse_fp16(ddp, config):
+        if config == {'type': 'fp16'}:
+            raise RuntimeError('no 16 bits here')
+        return attach(ddp, config)
+
+    method.attach_comm_hook = refuse_fp16
+    lines = []
+    choices = choose(['none', 'fp16', 'int8'])
+    kept = method.usable(choices, _workload(rank), lines.append)
+    return [choice.label for choice in kept], lines
+
+
+def test_hook_that_cannot_run_is_left_out():
+    line = 'fp16 is left out: no 16 bits here'
+    for result in run_ranks(_usable, fresh=True):
+        assert result == (['none', 'int8'], [line])
 
 
 def _nodes(rank, variable):
