@@ -61,7 +61,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    _add_options(parser)
+    _add_measurements(parser)
+    _add_places(parser)
+    _add_results(parser)
     args = parser.parse_args(argv)
     try:
         args.default_hooks = not args.hooks
@@ -76,7 +78,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
+def _add_measurements(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group('what is measured')
     what.add_argument(
         '--hooks',
@@ -95,13 +97,16 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         '--batch', type=int, help='of a rank (2 pictures, or 32 samples)'
     )
-    what.add_argument('--rounds', type=int, default=15)
+    what.add_argument('--rounds', type=int, default=15, help='per link (15)')
     what.add_argument(
         '--error-steps',
         type=int,
         default=20,
         help='for the error; averaged is that of the second half (20)',
     )
+
+
+def _add_places(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group('where')
     where.add_argument('--ranks', type=int, help='over loopback (2)')
     where.add_argument(
@@ -117,14 +122,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         '--launcher', choices=['slurm'], help='torchrun is found without'
     )
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
     result = parser.add_argument_group('result, beside the tables')
     result.add_argument('--json', metavar='FILE')
     result.add_argument('--chart', metavar='FILE.png')
-    # Of the ranks that this script starts.
+    # Of the ranks that this script starts: where they meet.
     parser.add_argument('--store', help=argparse.SUPPRESS)
-    parser.add_argument(
-        '--emulated', action='store_true', help=argparse.SUPPRESS
-    )
 
 
 def _check_numbers(args: argparse.Namespace) -> None:

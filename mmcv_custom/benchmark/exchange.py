@@ -5,14 +5,15 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from .hooks import PLAIN
 from .method import Method
 from .nodes import Nodes, ring_edges
 from .results import ring_bytes
 
 __all__ = ['counted_bytes', 'exact_gradients', 'measure_exchange']
 
-# What casts sends a ring's bytes, in elements of that size.
-_ITEMSIZES = {'allreduce': 4, 'fp16': 2, 'bf16': 2}
+# Hooks that send what a ring does, in elements of so many bytes at most.
+_RING_HOOKS = {PLAIN: 8, 'allreduce': 8, 'fp16': 2, 'bf16': 2}
 
 
 def counted_bytes(
@@ -21,24 +22,19 @@ def counted_bytes(
     """Return what this rank and its node have sent in all steps so far.
 
     Args:
-        method: Its hook has ``sent_bytes`` and ``node_sent_bytes``, or is
-            none: then it is what a ring sends. Others are not counted.
+        method: Its hook has ``sent_bytes`` and ``node_sent_bytes``, or sends
+            what a ring does. Others are not counted.
         nodes: Of the ranks.
         steps: How many there were.
     """
-    if method.comm_hook is None:
-        itemsize = 4
-    else:
-        itemsize = _ITEMSIZES.get(method.comm_hook.name)
-    if itemsize is not None:
-        gradients = (
-            steps
-            * itemsize
-            * sum(
-                p.numel() for p in method.ddp.parameters() if p.requires_grad
-            )
+    name = method.comm_hook.name if method.comm_hook else PLAIN
+    if name in _RING_HOOKS:
+        gradients = sum(
+            p.numel() * min(p.element_size(), _RING_HOOKS[name])
+            for p in method.ddp.parameters()
+            if p.requires_grad
         )
-        sent = ring_bytes(gradients, dist.get_world_size())
+        sent = steps * ring_bytes(gradients, dist.get_world_size())
         return sent, ring_edges(nodes, dist.get_rank()) * sent
     return (
         getattr(method.hook, 'sent_bytes', None),

@@ -62,7 +62,7 @@ def run_emulated(command: list[str], nodes: int, ranks_per_node: int) -> int:
     """Run ranks on machines of their own; see :func:`links.machines`.
 
     Args:
-        command: Of one rank; ``--store FILE --emulated`` is added.
+        command: Of one rank; ``--store FILE`` is added.
         nodes: How many machines.
         ranks_per_node: How many ranks on each.
 
@@ -78,7 +78,7 @@ def run_emulated(command: list[str], nodes: int, ranks_per_node: int) -> int:
             node = rank // ranks_per_node
             # `ip netns exec` becomes the rank: one process to end.
             enter = ['ip', 'netns', 'exec', names[node]]
-            commands.append([*enter, *command, '--emulated'])
+            commands.append([*enter, *command])
             environment = _environment(
                 rank, nodes * ranks_per_node, node, ranks_per_node, DEVICE
             )

@@ -47,9 +47,9 @@ def measure(
         all ranks and the same on each.
     """
     nodes = find_nodes()
-    total = len(choices) * (error_steps + 1)
-    total += max(1, len(rates)) * (rounds + 1) * (len(choices) + 1)
-    with _progress_bar(total, console) as tick:
+    links_steps = max(1, len(rates)) * (rounds + 1) * (len(choices) + 1)
+    ticks = len(choices) * (1 + error_steps) + links_steps
+    with _progress_bar(ticks, console) as tick:
         computes = _measure_computes(workload, choices, rounds, tick)
         methods = _make_methods(workload, choices)
         no_op = methods[NO_OP.label]
@@ -132,7 +132,7 @@ def _measure_link(
     costs: list[Cost],
     tick: Callable[[], None],
 ) -> LinkResult:
-    name = 'loopback' if len(nodes) == 1 else 'the network'
+    name = 'within one node' if len(nodes) == 1 else 'the network'
     if rate is not None:
         name = f'{rate.name} per node'
         dist.barrier()

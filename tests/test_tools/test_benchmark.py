@@ -139,9 +139,9 @@ def test_over_loopback(tmp_path):
     ]
     assert report['costs'][0]['rank_bytes'] == 4 * PARAMETERS
     assert report['costs'][1]['rank_bytes'] == 2 * PARAMETERS
-    assert report['links'][0]['link'] == 'loopback'
+    assert report['links'][0]['link'] == 'within one node'
     assert '1 node of 2 ranks, ' in printed
-    assert 'loopback: step without exchange' in printed
+    assert 'within one node: step without exchange' in printed
     assert (tmp_path / 'chart.png').stat().st_size > 1000
 
 
