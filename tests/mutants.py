@@ -79,8 +79,8 @@ COMPRESSORS = [
     Mutant(
         'residual from the mean, not from the own contribution',
         'compression/powersgd.py',
-        'basis.subtract(values, sent[slot])',
-        'basis.subtract(values, mean[slot])',
+        'basis.subtract(values, own)',
+        'basis.subtract(values, common)',
         (
             'test_compression/test_powersgd.py::'
             'test_equals_the_projection_in_float64',
@@ -96,11 +96,21 @@ COMPRESSORS = [
     Mutant(
         'basis from local factors, not from averaged ones',
         'compression/powersgd.py',
-        'self._keep_basis(gradient.name, basis, mean[slot])',
-        'self._keep_basis(gradient.name, basis, sent[slot])',
+        'basis.next(common)',
+        'basis.next(own)',
         (
             'test_compression/test_powersgd.py::'
             'test_equals_the_projection_in_float64',
+        ),
+    ),
+    Mutant(
+        'product computed where the bucket lies',
+        'compression/matrix.py',
+        ' or out.data_ptr() % (4 * _ALIGNMENT)',
+        '',
+        (
+            'test_compression/test_matrix.py::'
+            'test_bits_do_not_depend_on_the_buckets',
         ),
     ),
     Mutant(

@@ -41,7 +41,7 @@ class StepMemory:
         Returns:
             The tensor, its content arbitrary.
         """
-        # From now on the disused ones of this kind are kept.
+        # Only of kinds that are written this way disused tensors are kept.
         tensor = self._spare.setdefault(kind, {}).pop(name, None)
         if tensor is None:
             tensor = make()

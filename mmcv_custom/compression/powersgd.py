@@ -11,15 +11,13 @@ from .collective import Collective, all_reduce
 from .compressor import Compressor
 from .gradient import Gradient, magnitude
 from .knobs import check_knob
-from .matrix import Basis, Matrix, Whole, lay_out, orthonormal
+from .matrix import Basis, Matrix, Whole, orthonormal
 from .randomness import named_generator
 from .training import Training
 
 __all__ = ['WARMUP_END', 'PowerSGD']
 
 WARMUP_END = 'warmup_end'
-# Of a factor's largest element; about the rounding of float32.
-_RANDOM_PART = 2.0**-23
 
 
 class PowerSGD(Compressor):
@@ -96,7 +94,7 @@ class PowerSGD(Compressor):
         self._epsilon = orthogonalization_epsilon
         self._seed = random_seed
         self._compressed = False
-        self._logger: logging.Logger | None = None  # until it is said
+        self._logger: logging.Logger | None = None  # until the first step
         self._matrices: dict[str, Matrix] = {}
         self._random_parts: dict[tuple[str, bool], torch.Tensor] = {}
 
@@ -155,7 +153,7 @@ class PowerSGD(Compressor):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As in the base class."""
         bases = state.get('tensors', {}).get('basis', {})
-        is_right = state.get('compressed_steps', 0) % 2 == 0
+        is_right = _is_right_known(state.get('compressed_steps', 0))
         for name, vectors in bases.items():
             if name not in self._matrices:
                 continue  # the base class says so
@@ -174,21 +172,19 @@ class PowerSGD(Compressor):
         names = {gradient.name for gradient in gradients}
         if self._is_exact() or names.isdisjoint(self._matrices):
             yield from self._average(buffer, gradients)
-            if self.step >= self._start - 1:
+            if self._warm_start and self.step >= self._start - 1:
                 self._find_bases(gradients)
             return
         self._compressed = True
-        bases = [self._basis(gradient) for gradient in gradients]
-        inputs = [self._with_error(gradient) for gradient in gradients]
-        slots, total = lay_out(bases)
-        packed = buffer.new_zeros(total, dtype=torch.float32)
-        for gradient, basis, values, slot in zip(
-            gradients, bases, inputs, slots, strict=True
-        ):
-            basis.project(values, out=packed[slot])
+        bases = [self._known_basis(gradient) for gradient in gradients]
+        inputs, parts = [], []
+        for gradient, basis in zip(gradients, bases, strict=True):
+            values = self._with_error(gradient)
+            part = basis.project(values)  # while the sum is in the cache
             used = self._used(gradient)
-            if used is not None:
-                packed[slot].mul_(used)
+            inputs.append(values)
+            parts.append(part if used is None else part.mul_(used))
+        packed, lengths = torch.cat(parts), [len(part) for part in parts]
 
         narrow = buffer.element_size() == 2
         wire = packed.to(buffer.dtype if narrow else torch.float32)
@@ -197,14 +193,19 @@ class PowerSGD(Compressor):
         mean = wire.to(torch.float32)
         self._check(gradients, magnitude(mean))
 
-        for gradient, basis, values, slot in zip(
-            gradients, bases, inputs, slots, strict=True
+        for gradient, basis, values, own, common in zip(
+            gradients,
+            bases,
+            inputs,
+            sent.split(lengths),
+            mean.split(lengths),
+            strict=True,
         ):
             if self._feedback:
-                basis.subtract(values, sent[slot])
-            basis.reconstruct(mean[slot], out=gradient.flat)
-            if isinstance(basis, Basis):
-                self._keep_basis(gradient.name, basis, mean[slot])
+                basis.subtract(values, own)
+            basis.reconstruct(common, out=gradient.flat)
+            if self._warm_start and isinstance(basis, Basis):
+                self._memory.put('basis', gradient.name, basis.next(common))
 
     @property
     def _start(self) -> int:
@@ -215,11 +216,6 @@ class PowerSGD(Compressor):
             )
         return self.start_iter
 
-    @property
-    def _is_right(self) -> bool:
-        """Which factor is known; all matrices change sides together."""
-        return self.compressed_steps % 2 == 0
-
     def _is_exact(self) -> bool:
         """Whether this step is averaged without compression."""
         if self.step < self._start:
@@ -227,64 +223,60 @@ class PowerSGD(Compressor):
         known = self._memory.count('basis')
         return self._warm_start and known < len(self._matrices)
 
-    def _basis(self, gradient: Gradient) -> Basis | Whole:
-        matrix = self._matrices.get(gradient.name)
-        if matrix is None:
+    def _known_basis(self, gradient: Gradient) -> Basis | Whole:
+        """Return what this step projects a gradient on."""
+        name = gradient.name
+        if name not in self._matrices:
             return Whole(gradient.flat.numel())
-        vectors = self._memory.get('basis', gradient.name)
+        is_right = _is_right_known(self.compressed_steps)
+        vectors = self._memory.get('basis', name)
         if vectors is None:  # without warm start
-            vectors = self._random_vectors(gradient.name, self.step)
-        return Basis(matrix, vectors, self._is_right, self._epsilon)
+            vectors = self._random_vectors(name, str(self.step), is_right)
+        return self._basis(name, vectors, is_right)
 
     def _find_bases(self, gradients: list[Gradient]) -> None:
         """Take the first bases from exact averages, equal on all ranks."""
+        # A power iteration: on a random basis of the other side.
+        is_right = not _is_right_known(self.compressed_steps)
         for gradient in gradients:
-            matrix = self._matrices.get(gradient.name)
-            if matrix is None or not self._warm_start:
+            name = gradient.name
+            if name not in self._matrices:
                 continue
             # Copied, to be aligned alike in every layout of the buckets.
             mean = gradient.flat.to(torch.float32, copy=True)
-            vectors = self._random_vectors(gradient.name, 'start', other=True)
-            basis = Basis(matrix, vectors, not self._is_right, self._epsilon)
-            factor = mean.new_empty(basis.numel)
-            basis.project(mean, out=factor)
-            self._keep_basis(gradient.name, basis, factor)
+            vectors = self._random_vectors(name, 'start', is_right)
+            basis = self._basis(name, vectors, is_right)
+            self._memory.put('basis', name, basis.next(basis.project(mean)))
+
+    def _basis(
+        self, name: str, vectors: torch.Tensor, is_right: bool
+    ) -> Basis:
+        """Return a basis that knows the random part of the next one."""
+        key = (name, is_right)
+        if self._warm_start and key not in self._random_parts:
+            part = self._random_vectors(name, '', not is_right)
+            self._random_parts[key] = (part.t() if is_right else part).ravel()
+        return Basis(
+            self._matrices[name],
+            vectors,
+            is_right,
+            self._random_parts.get(key),
+            self._epsilon,
+        )
 
     def _random_vectors(
-        self, name: str, use: object, other: bool = False
+        self, name: str, use: str, is_right: bool
     ) -> torch.Tensor:
-        """Return (rank, side), of the factor that is known, or the other."""
+        """Return orthonormal vectors, (rank, side), alike on all ranks."""
         matrix = self._matrices[name]
         factor = torch.randn(
-            matrix.side(self._is_right ^ other),
+            matrix.side(is_right),
             matrix.rank,
             generator=named_generator(self._seed, f'{name} {use}'),
             dtype=torch.float32,
             device='cpu',
         )
         return orthonormal(factor.to(self._parameters[name].device))
-
-    def _keep_basis(
-        self, name: str, basis: Basis, factor: torch.Tensor
-    ) -> None:
-        """Take the next basis from the averaged factor.
-
-        A little of a random one is added: a gradient may come back in
-        directions that the factor, when it was zero, has lost.
-        """
-        if not self._warm_start:
-            return
-        key = (name, basis.is_right)
-        if key not in self._random_parts:
-            other = basis.is_right == self._is_right
-            vectors = self._random_vectors(name, '', other)
-            self._random_parts[key] = (
-                vectors.t() if basis.is_right else vectors
-            ).flatten()
-        size = magnitude(factor)
-        amount = torch.where(size == 0, 1, size * _RANDOM_PART)
-        factor = factor.addcmul(self._random_parts[key], amount)
-        self._memory.put('basis', name, basis.next(factor))
 
     def _end_step(self, finite: bool) -> None:
         super()._end_step(finite)
@@ -297,3 +289,11 @@ class PowerSGD(Compressor):
                 )
                 self._logger = None
         self._compressed = False
+
+
+def _is_right_known(compressed_steps: int) -> bool:
+    """Whether right factors, not left ones, are known after so many steps.
+
+    All matrices change sides together, so that a state need not say it.
+    """
+    return compressed_steps % 2 == 0
