@@ -22,6 +22,7 @@ from pathlib import Path
 import config_step  # noqa: F401 (finds the sources beside this folder)
 import torch
 import torch.distributed as dist
+from mmcv_custom.engine.distributed import init_cpu_group
 from mmengine.dist import init_dist
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -43,7 +44,6 @@ from mmcv_custom.benchmark.workload import (
     make_layers,
     make_segmentor,
 )
-from mmcv_custom.engine.distributed import init_cpu_group
 
 _WIDTH = 110  # of tables in a file, in characters
 

@@ -6,7 +6,7 @@ import torch
 
 from .gradient import is_compressible, magnitude
 
-__all__ = ['Basis', 'Matrix', 'Whole', 'orthonormal']
+__all__ = ['Basis', 'Matrix', 'Whole', 'aligned', 'orthonormal']
 
 # Operands and results of matrix products start at multiples of so many
 # elements (64 bytes): the last bits depend on how they are aligned, and must
@@ -205,9 +205,13 @@ class Basis:
         return strips, left, right.expand(len(strips), -1, -1)
 
 
+def aligned(numel: int) -> int:
+    """Return so many elements or more, so that what follows is aligned."""
+    return -(-numel // _ALIGNMENT) * _ALIGNMENT
+
+
 def _aligned_zeros(like: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return so many zeros, and more, so that what follows them is aligned."""
-    return like.new_zeros(-(-numel // _ALIGNMENT) * _ALIGNMENT)
+    return like.new_zeros(aligned(numel))
 
 
 def orthonormal(factor: torch.Tensor, epsilon: float = 0) -> torch.Tensor:

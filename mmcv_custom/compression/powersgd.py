@@ -1,23 +1,24 @@
 """Low-rank approximation of gradient matrices."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from .collective import Collective, all_reduce
+from .collective import Collective, Traffic, all_reduce
 from .compressor import Compressor
 from .gradient import Gradient, magnitude
 from .knobs import check_knob
-from .matrix import Basis, Matrix, Whole, orthonormal
+from .matrix import Basis, Matrix, Whole, aligned, orthonormal
+from .nodes import sum_traffic
 from .randomness import named_generator
+from .topology import Topology
 from .training import Training
+from .warmup import WARMUP_END, start_step
 
-__all__ = ['WARMUP_END', 'PowerSGD']
-
-WARMUP_END = 'warmup_end'
+__all__ = ['PowerSGD']
 
 
 class PowerSGD(Compressor):
@@ -110,33 +111,17 @@ class PowerSGD(Compressor):
 
     def on_train_start(self, training: Training) -> None:
         """Set the start; raise ValueError without the warm-up to end."""
-        log = training.logger
-        if self.start_iter == WARMUP_END:
-            if training.warmup_steps is None:
-                raise ValueError(
-                    f'start_powerSGD_iter={WARMUP_END!r}, but '
-                    'param_scheduler has no warm-up, no LinearLR or '
-                    'ConstantLR that starts at 0 below the full rate; add '
-                    'one, or give a number of steps, 2 or more'
-                )
-            self.start_iter = max(2, training.warmup_steps)
-            log.info(
-                'PowerSGD starts when the warm-up ends, after '
-                f'{self.start_iter} steps'
-            )
-        if self._start >= training.steps:
-            log.warning(
-                f'start_powerSGD_iter={self._start} lies beyond the '
-                f'{training.steps} steps of this run: PowerSGD never '
-                'compresses'
-            )
+        super().on_train_start(training)
+        self.start_iter = start_step(
+            'start_powerSGD_iter', self.start_iter, training
+        )
+        self._logger = training.logger
         if not self._matrices:
-            log.warning(
+            self._logger.warning(
                 'No gradient matrix has more than min_compression_rate times '
                 'the elements of its two factors of this rank: PowerSGD '
                 'compresses nothing'
             )
-        self._logger = log
 
     def memory_bytes(self) -> int:
         """The error memory, the larger factor twice, and both random ones."""
@@ -166,6 +151,21 @@ class PowerSGD(Compressor):
                 )
         super().load_state_dict(state)
 
+    def _compressed_traffic(
+        self,
+        parameters: Sequence[torch.Tensor],
+        topology: Topology,
+        bucket_dtype: torch.dtype | None,
+    ) -> list[Traffic]:
+        numel = 0
+        is_right = not _is_right_known(self.compressed_steps)
+        for parameter in parameters:
+            matrix = Matrix.of(parameter, self._rank, self._min_rate)
+            part = matrix and matrix.rank * matrix.side(is_right)
+            numel += aligned(part or parameter.numel())
+        wire = bucket_dtype or torch.float32
+        return sum_traffic(numel, wire, wire)
+
     def _stages(
         self, buffer: torch.Tensor, gradients: list[Gradient]
     ) -> Iterator[Collective]:
@@ -189,7 +189,7 @@ class PowerSGD(Compressor):
         narrow = buffer.element_size() == 2
         wire = packed.to(buffer.dtype if narrow else torch.float32)
         sent = wire.to(torch.float32, copy=True)
-        yield all_reduce(wire.div_(self.pipeline.world_size))
+        yield all_reduce(wire.div_(self.topology.size))
         mean = wire.to(torch.float32)
         self._check(gradients, magnitude(mean))
 
