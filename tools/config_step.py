@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import gc
 import inspect
 import os
 import re
@@ -208,7 +209,11 @@ def close_process_group() -> None:
     """End the process group, if there is one, after all is done.
 
     MMEngine leaves it to the end of the process, where gloo's threads may
-    abort a process that has finished its work.
+    abort a process that has finished its work: they free tensors of the last
+    collectives, for which they need an interpreter. They end with the last
+    reference to the group, which DDP and so the runner has; nobody may hold
+    the runner any more.
     """
+    gc.collect()  # runners are in reference cycles
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -96,6 +96,7 @@ def main() -> None:
     runner = build_runner(build_config(args))
     runner.register_hook(SavePredictions(args.out, args.show_dir))
     runner.test()
+    del runner  # it would keep the process group alive
     close_process_group()
 
 

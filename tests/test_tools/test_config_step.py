@@ -1,11 +1,18 @@
 """From the command line to the config, without any training."""
 
+import argparse
 import os
 import sys
 
 import pytest
 import torch.distributed as dist
 from mmengine.config import Config
+from mmengine.hooks import Hook
+
+from tests.ranks import run_ranks
+from tests.test_engine.test_sharded import Improving
+from tests.test_engine.toy_runner import make_cfg, make_runner
+from tests.traces import group_lives
 
 from .scripts import CONFIGS, DEMO, REPO, fake_program, load_tool, run
 
@@ -391,3 +398,39 @@ def test_process_group_ends_with_the_work(tool, monkeypatch):
     tool.main()
     assert job.worked
     assert not dist.is_initialized()
+
+
+def run_main(rank, tool, work_dir):
+    """Run a tool's main() on a toy runner; tell whether gloo still lives."""
+    module = load_tool(tool)
+    loader = make_cfg(work_dir)['train_dataloader']
+    options = {
+        'test_dataloader': loader,
+        'test_cfg': {},
+        'test_evaluator': [Improving()],
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        args = argparse.Namespace(out=None, show_dir=None)
+        patch.setattr(module, 'parse_args', lambda: args)
+        patch.setattr(module, 'set_local_rank', lambda args: None)
+        patch.setattr(module, 'build_config', lambda args: None)
+        patch.setattr(
+            module,
+            'build_runner',
+            lambda cfg: make_runner(work_dir, 'fp16', 2, **options),
+        )
+        if tool == 'test':
+            patch.setattr(module, 'SavePredictions', lambda *args: Hook())
+        assert group_lives(patience_s=0)
+        module.main()
+    return dist.is_initialized(), group_lives(patience_s=0)
+
+
+@pytest.mark.skipif(
+    not hasattr(dist, 'set_timeout'), reason='torch 2.1 names no threads'
+)
+@pytest.mark.parametrize('tool', ['train', 'test'])
+def test_no_thread_of_gloo_outlives_the_tool(tool, tmp_path):
+    """One that frees tensors while the interpreter ends aborts it."""
+    results = run_ranks(run_main, tool, tmp_path)
+    assert results == [(False, False)] * 2
