@@ -181,16 +181,7 @@ class Int8(Compressor):
         incoming = torch.empty_like(outgoing)
         yield all_to_all(incoming, outgoing, self._scope)
 
-        averages = outgoing.new_empty(outgoing[:, 0].shape)
-        noise = self._owned_noise(shared, share)
-        rests = [
-            average(parts, self.topology.size, numbers, self._feedback, out)
-            for parts, numbers, out in zip(
-                incoming, noise, averages, strict=True
-            )
-        ]
-        if self._feedback:
-            self._keep_rests(torch.cat(rests), inputs, share)
+        averages = self._averages(incoming, shared, inputs, share)
         gathered = incoming  # of the same shape, and read already
         yield all_gather(gathered, averages, self._scope)
         if self._shares > 1:
@@ -234,6 +225,36 @@ class Int8(Compressor):
     def _nodes(self) -> tuple[tuple[int, ...], ...]:
         """Those whose ranks share an error memory; none without."""
         return self.topology.nodes if self._shares > 1 else ()
+
+    def _averages(
+        self,
+        incoming: torch.Tensor,
+        gradients: list[Gradient],
+        inputs: list[torch.Tensor],
+        plan: Plan,
+    ) -> torch.Tensor:
+        """Average what has come of this rank's blocks.
+
+        Args:
+            incoming: Records, (pieces, n, blocks, record), of n ranks.
+            gradients: Whose blocks they are.
+            inputs: With feedback, they keep what the averages lose.
+            plan: Of the blocks.
+
+        Returns:
+            Records, (pieces, blocks, record).
+        """
+        averages = incoming.new_empty(incoming[:, 0].shape)
+        noise = self._owned_noise(gradients, plan)
+        rests = [
+            average(parts, self.topology.size, numbers, self._feedback, out)
+            for parts, numbers, out in zip(
+                incoming, noise, averages, strict=True
+            )
+        ]
+        if self._feedback:
+            self._keep_rests(torch.cat(rests), inputs, plan)
+        return averages
 
     def _number_and_size(self) -> tuple[int, int]:
         """This rank's number among those that average, and their number."""

@@ -339,7 +339,10 @@ class Remembering:
 @pytest.mark.parametrize('answer', ['1 MiB', None, True], ids=repr)
 def test_memory_that_is_no_number_is_refused(tmp_path, answer):
     runner = make_runner(tmp_path, None, launcher='none')
-    hook = CompressionHook(Remembering(answer))
+    spec = HookSpec.parse('fp16')
+    hook = CompressionHook(
+        CommHook(spec, 'remembering', None, print, Remembering(answer))
+    )
     message = rf'Remembering\.memory_bytes\(\) returned {answer!r}, not a num'
     with pytest.raises(TypeError, match=message):
         hook.before_train(runner)
