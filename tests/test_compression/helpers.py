@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import math
+import os
 import threading
 from collections import namedtuple
 
@@ -10,11 +11,26 @@ import torch
 import torch.distributed as dist
 
 from mmcv_custom import ddp_hooks
-from mmcv_custom.compression import Int8, PowerSGD, ScaledFP16
+from mmcv_custom.compression import (
+    BF16,
+    FP16,
+    AllReduce,
+    Int8,
+    PowerSGD,
+    ScaledFP16,
+)
 from mmcv_custom.contract import adapt_hook
 from tests.toy import make_ddp
 
 METHODS = {'powersgd': PowerSGD, 'int8': Int8, 'fp16_scaled': ScaledFP16}
+# Those that can sum within the nodes first.
+BY_NODES = {
+    'int8': Int8,
+    'fp16_scaled': ScaledFP16,
+    'allreduce': AllReduce,
+    'fp16': FP16,
+    'bf16': BF16,
+}
 # With which each compresses small models after two steps, and feeds back.
 KNOBS = {
     'powersgd': {'start_powerSGD_iter': 2, 'min_compression_rate': 0.5},
@@ -29,9 +45,10 @@ ROUNDING = {
 }
 U = ROUNDING[torch.float32]
 
-# ``group`` counts the process groups in the order of their first use, and
-# ``values`` is a copy of what this rank hands over.
-Call = namedtuple('Call', 'group op dtype numel sent values')
+# ``group`` counts the process groups in the order of their first use,
+# ``ranks`` are those of the group, and ``values`` is a copy of what this rank
+# hands over.
+Call = namedtuple('Call', 'group op dtype numel sent ranks values')
 Step = namedtuple('Step', 'local before average after calls')
 
 
@@ -130,6 +147,22 @@ def assert_same_bits(ours, theirs):
 
 
 @contextlib.contextmanager
+def launched_on(nodes):
+    """Say what torchrun says to this rank; ``nodes`` is the node of each."""
+    node = nodes[dist.get_rank()]
+    said = {'GROUP_RANK': node, 'LOCAL_WORLD_SIZE': nodes.count(node)}
+    before = {name: os.environ.get(name) for name in said}
+    os.environ.update({name: str(value) for name, value in said.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
 def record_collectives():
     """Yield a list that receives a Call for each collective, as issued."""
     # By the name of the function: the op, which argument is handed over, and
@@ -165,6 +198,7 @@ def record_collectives():
                         tensor.dtype,
                         tensor.numel(),
                         sent(size, tensor.nbytes),
+                        tuple(dist.get_process_group_ranks(group)),
                         tensor.clone(),
                     )
                 )
