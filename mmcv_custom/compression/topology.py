@@ -16,7 +16,8 @@ __all__ = ['Scope', 'Topology', 'find_topology']
 # Between whom a collective runs: all ranks of the group; those of one
 # machine; or those that have the same number on each machine.
 Scope = Literal['all', 'node', 'peers']
-_UNKNOWN = -1
+# Instead of a number: nothing was said, or something that is none.
+_UNKNOWN, _GARBLED = -1, -2
 
 
 @dataclass(frozen=True)
@@ -123,23 +124,25 @@ def find_topology(
 def _told_by_launcher() -> tuple[int, int]:
     """Return this rank's node, and how many ranks are on it."""
     told = os.environ.get
-    try:
-        if told('GROUP_RANK') and told('LOCAL_WORLD_SIZE'):  # torchrun
-            return int(told('GROUP_RANK', '')), int(
-                told('LOCAL_WORLD_SIZE', '')
-            )
-        # A process that srun has not started itself has them from its parent.
-        if told('SLURM_NTASKS') == str(dist.get_world_size()):
-            return int(told('SLURM_NODEID', '')), _UNKNOWN
-    except ValueError:
-        pass
+    if told('GROUP_RANK') and told('LOCAL_WORLD_SIZE'):  # torchrun
+        return _number(told('GROUP_RANK')), _number(told('LOCAL_WORLD_SIZE'))
+    # A process that srun has not started itself has them from its parent.
+    if told('SLURM_NTASKS') == str(dist.get_world_size()):
+        return _number(told('SLURM_NODEID')), _UNKNOWN
     return _UNKNOWN, _UNKNOWN
+
+
+def _number(text: str | None) -> int:
+    # No launcher counts further, and a tensor could not hold what is longer.
+    if text and text.isdecimal() and len(text) < 10:
+        return int(text)
+    return _GARBLED
 
 
 def _fits(nodes: list[int], counts: list[int], complete: bool) -> bool:
     """Whether the ranks were told the same; the group may lack some."""
     found = Counter(nodes)
-    return _UNKNOWN not in found and all(
+    return min(found) >= 0 and all(
         count in (_UNKNOWN, found[node])
         or (not complete and count > found[node])
         for node, count in zip(nodes, counts, strict=True)
