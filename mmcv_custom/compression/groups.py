@@ -1,5 +1,7 @@
 """Process groups of a pipeline's own."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -24,7 +26,7 @@ def make_group(
     All ranks of the world have to call this alike.
 
     Args:
-        group: Of all ranks of the world, in any order.
+        group: Of all ranks of the world, in any order, which the new one has.
         device: Of the tensors; tells which of its backends is meant.
         topology: Of its ranks.
         scope: Between whom the new group is.
@@ -33,12 +35,21 @@ def make_group(
     # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it into one without options.
     backend = getattr(backend, 'wrapped_pg', backend)
     ranks = dist.get_process_group_ranks(group)
+    # Older torch knows no other order than the ascending one.
+    in_order: dict[str, Any] = {}
+    if ranks != sorted(ranks):
+        in_order = {'sort_ranks': False}
     parts = {topology.members(scope, rank) for rank in range(group.size())}
-    mine, _ = dist.new_subgroups_by_enumeration(
-        [[ranks[rank] for rank in part] for part in sorted(parts)],
-        timeout=backend.options._timeout,
-        backend=backend.name(),
-    )
+    made = {
+        part: dist.new_group(
+            [ranks[rank] for rank in part],
+            timeout=backend.options._timeout,
+            backend=backend.name(),
+            **in_order,
+        )
+        for part in sorted(parts)
+    }
+    mine = made[topology.members(scope, group.rank())]
     return mine  # type: ignore[return-value] # a member
 
 
