@@ -64,6 +64,7 @@ class Exchange(ABC):
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._names: dict[int, str] = {}
         self.topology = _UNBOUND
+        self._is_part = False  # of the world
         self._shares = 1
 
     def bind(self, ddp: DistributedDataParallel) -> 'Exchange':
@@ -83,11 +84,10 @@ class Exchange(ABC):
         device = next(iter(parameters.values())).device
         topology = find_topology(group, device, self._ranks_per_node)
         stages: Sequence[Scope] = ['all'] * self.collectives
-        # The groups of nodes need all ranks of the world.
-        if group.size() == dist.get_world_size():
-            self._shares = self._shares_in(topology)
-            if self._shares > 1:
-                stages = self.node_stages
+        self._is_part = group.size() < dist.get_world_size()
+        self._shares = self._shares_in(topology)
+        if self._shares > 1:
+            stages = self.node_stages
         self._pipeline = Pipeline(group, device, topology, stages)
         self._parameters, self.topology = parameters, topology
         self._names = {id(p): name for name, p in parameters.items()}
@@ -208,6 +208,7 @@ class Exchange(ABC):
             '_parameters': {},
             '_names': {},
             'topology': _UNBOUND,
+            '_is_part': False,
             '_shares': 1,
         }
 
@@ -226,7 +227,8 @@ class Exchange(ABC):
 
         1 if nothing is summed within the nodes.
         """
-        if self._wants_nodes and topology.is_grid:
+        # The groups of nodes need all ranks of the world.
+        if self._wants_nodes and topology.is_grid and not self._is_part:
             return len(topology.nodes[0])
         return 1
 
