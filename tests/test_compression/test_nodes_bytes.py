@@ -106,7 +106,7 @@ def check_counts(places, cases, results):
     for i, case in enumerate(cases):
         by_node = defaultdict(float)
         for rank, of_rank in enumerate(results):
-            told, counted, calls = of_rank[i]
+            _, counted, calls = of_rank[i]
             assert counted[0] == sum(sent for *_, sent in calls), case
             by_node[places[rank]] += leaving(rank, calls, places)
         for rank, of_rank in enumerate(results):
