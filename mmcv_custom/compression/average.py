@@ -68,6 +68,9 @@ class AllReduce(Exchange):
             self._counted += traffic.sent(self.topology, self.pipeline.rank)
         return future
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {'_counted': Sent()}
+
     @property
     def _sent(self) -> Sent:
         return self._counted + super()._sent
