@@ -157,7 +157,7 @@ class Int8(Compressor):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As in the base class."""
         nodes = tuple(map(tuple, state.get('nodes', ())))
-        if nodes != self._nodes:
+        if state['tensors'] and nodes != self._nodes:
             raise ValueError(
                 f'its error memory is of sums within {Topology(nodes)}, now '
                 f'within {Topology(self._nodes)}'
