@@ -23,7 +23,7 @@ from .gradient import (
     split,
 )
 from .memory import StepMemory
-from .nodes import numel_by_dtype, sum_traffic
+from .nodes import narrowed, numel_by_dtype, sum_traffic
 from .step import StepRecord
 from .topology import Topology
 
@@ -98,7 +98,8 @@ class Compressor(Exchange):
         if traffic is None:
             return None
         others = [p for p in parameters if not is_compressible(p)]
-        for dtype, numel in numel_by_dtype(others).items():
+        for own, numel in numel_by_dtype(others).items():
+            dtype = narrowed(own, bucket_dtype)
             traffic += sum_traffic(numel, dtype, dtype)
         return traffic
 

@@ -190,11 +190,15 @@ def sum_traffic(
 def numel_by_dtype(
     parameters: Iterable[torch.Tensor],
 ) -> dict[torch.dtype, int]:
-    """Count the elements of each dtype."""
+    """Count the elements of each dtype, as DDP has them in buckets.
+
+    Complex ones are two real ones there.
+    """
     numels: dict[torch.dtype, int] = {}
     for parameter in parameters:
-        numels.setdefault(parameter.dtype, 0)
-        numels[parameter.dtype] += parameter.numel()
+        dtype = parameter.real.dtype
+        numel = parameter.numel() * (1 + parameter.is_complex())
+        numels[dtype] = numels.get(dtype, 0) + numel
     return numels
 
 

@@ -17,6 +17,7 @@ from tests.test_compression.helpers import (
     record_collectives,
     start,
 )
+from tests.test_compression.test_odd_models import Odd
 
 SHAPES = {
     'w0': (40, 50),
@@ -161,6 +162,44 @@ def test_part_of_the_world_is_exchanged_flat():
         for told, counted, calls in of_rank:
             assert all(ranks == (0, 1, 2, 3) for _, ranks, _ in calls)
             assert told == counted
+
+
+def steps_of_complex_parameters(rank, cases):
+    results = []
+    for method, knobs, wrapper in cases:
+        model = Odd(torch.zeros(30, 20, dtype=torch.complex64))
+        compressor = BY_NODES[method](**knobs)
+        with launched_on([0, 0, 1, 1]):
+            try:
+                ddp = start(compressor, model, wrapper, bucket_cap_mb=25)
+            except RuntimeError as error:
+                if 'Invalid scalar type' not in str(error):
+                    raise
+                return None
+        told = compressor.step_bytes(DTYPES[wrapper])
+        ddp(1.0 + rank).backward()
+        counted = compressor.sent_bytes, compressor.node_sent_bytes
+        results.append(((told.rank, told.node), counted))
+        compressor.close()
+    return results
+
+
+def test_complex_parameters_send_two_numbers_each():
+    """DDP hands them over as real ones, which a cast makes narrow."""
+    cases = [
+        ('allreduce', {}, None),
+        ('fp16', {}, None),
+        ('fp16', AWARE, None),
+        ('int8', {}, 'fp16'),
+    ]
+    # Of 1200 numbers a ring of four sends 3/2.
+    expected = [7200, 3600, 2400 + 1200 + 1200, 3600]
+    for results in run_ranks(steps_of_complex_parameters, cases, world_size=4):
+        if results is None:
+            pytest.skip('DDP of this torch cannot send complex on gloo')
+        for (told, counted), rank_bytes in zip(results, expected, strict=True):
+            assert told == counted
+            assert told[0] == rank_bytes
 
 
 # Bytes that leave a node over those of the gradients in float32, by
