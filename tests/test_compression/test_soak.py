@@ -16,6 +16,7 @@ from tests.test_compression.helpers import (
     Leaves,
     average,
     draw,
+    launched_on,
     record_collectives,
     start,
 )
@@ -41,7 +42,11 @@ SHAPES = {
 STEPS = {2: 330, 3: 60, 4: 30}
 
 
-def soak(rank, method, wrapper, steps):
+def soak(rank, method, wrapper, steps, places=None):
+    """Exchange with random delays, and then serially, and compare.
+
+    ``places`` are the nodes of the ranks, between which it is exchanged.
+    """
     sleeps = random.Random(f'{method} {wrapper} {rank}')
 
     def be_late(_):
@@ -49,8 +54,8 @@ def soak(rank, method, wrapper, steps):
         if sleeps.random() < 0.25:
             time.sleep(sleeps.uniform(0, 2e-3))
 
-    compressor = METHODS[method](**KNOBS[method])
-    ddp = start(compressor, Leaves(SHAPES), wrapper)
+    compressor = make(method, places)
+    ddp = start_on(places, compressor, wrapper)
     checksum, means = 0, []
     with record_collectives() as calls:
         for step in range(steps):
@@ -59,13 +64,13 @@ def soak(rank, method, wrapper, steps):
             for mean in means[-1]:
                 checksum = zlib.crc32(mean.numpy().tobytes(), checksum)
     run_serially()
-    serial = METHODS[method](**KNOBS[method])
+    serial = make(method, places)
     # Where a sum does not depend on the order of its terms, nor do the values
     # on the layout of the buckets. A gloo ring of three or more goes by it.
     options = {}
     if method == 'int8' or dist.get_world_size() == 2:
         options['bucket_cap_mb'] = 25
-    serial_ddp = start(serial, Leaves(SHAPES), wrapper, **options)
+    serial_ddp = start_on(places, serial, wrapper, **options)
     for step in range(steps):
         local = draw(rank, step, SHAPES.values())
         for ours, theirs in zip(
@@ -82,12 +87,26 @@ def soak(rank, method, wrapper, steps):
     return checksum, [(c.group, c.op, c.dtype, c.numel) for c in calls]
 
 
+def make(method, places):
+    knobs = dict(KNOBS[method])
+    if places is not None:
+        knobs['node_aware'] = True
+    return METHODS[method](**knobs)
+
+
+def start_on(places, compressor, *args, **options):
+    if places is None:
+        return start(compressor, Leaves(SHAPES), *args, **options)
+    with launched_on(places):
+        return start(compressor, Leaves(SHAPES), *args, **options)
+
+
 def run_serially():
     """From here on this process exchanges bucket after bucket, waiting."""
 
     def start_and_wait(self, stages, buffer):
-        for collective in stages:
-            for work in collective.issue(self.group):
+        for stage, collective in enumerate(stages):
+            for work in self._line.issue(collective, stage):
                 work.wait()
         done = Future()
         done.set_result(buffer)
@@ -140,3 +159,46 @@ def overlaps(calls):
     """Whether a bucket began before the one ahead of it was through."""
     ops = [op for _, op, *_ in calls]
     return ops != ['all_to_all', 'all_gather'] * (len(ops) // 2)
+
+
+SQUARE, UNEQUAL = [0, 0, 1, 1], [0, 1, 2, 3, 3]
+# Method, the nodes of the ranks, steps, and what a bucket issues in the end.
+BY_NODES = [
+    ('int8', SQUARE, 520, ['all_to_all'] * 2 + ['all_gather'] * 2),
+    ('fp16_scaled', SQUARE, 330, ['all_to_all', 'all_reduce', 'all_gather']),
+    # Which cannot share out a bucket alike.
+    ('int8', UNEQUAL, 30, ['all_to_all', 'all_gather']),
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ('method', 'places', 'steps', 'ops'), BY_NODES, ids=str
+)
+def test_soak_between_nodes(method, places, steps, ops):
+    """Over 10 000 buckets in all."""
+    results = run_ranks(
+        soak,
+        method,
+        None,
+        steps,
+        places,
+        world_size=len(places),
+        timeout_s=280,
+        fresh=True,
+    )
+    assert len({checksum for checksum, _ in results}) == 1
+    logs = [by_group(calls) for _, calls in results]
+    assert all(log == logs[0] for log in logs)
+    # Each stage has a group of its own; exact steps have the DDP's.
+    assert len(logs[0]) == len(ops) + (method == 'fp16_scaled')
+    last = sum(op == ops[-1] for _, op, *_ in results[0][1])
+    assert last // ops.count(ops[-1]) > LAYERS * (steps - 2)
+    for _, calls in results:
+        issued = [op for _, op, *_ in calls][-LAYERS * len(ops) * 10 :]
+        assert sorted(issued) == sorted(ops * LAYERS * 10)
+    assert any(
+        [op for _, op, *_ in calls][-LAYERS * len(ops) * 10 :]
+        != ops * LAYERS * 10
+        for _, calls in results
+    )
