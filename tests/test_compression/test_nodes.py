@@ -83,7 +83,7 @@ def elements_in_memory(values, like):
     return values.double().flatten()
 
 
-def bounds(method, local, places, like):
+def bounds(method, knobs, local, places, like):
     """How far the average of local gradients, (numel,), may be off.
 
     The wire dtype rounds the sum of each node, over n, and each addition of
@@ -110,35 +110,40 @@ def bounds(method, local, places, like):
         # Small ones are evenly spaced: fp16's by 2**-24.
         even = len(sums) * 2.0**-25 * (method != 'bf16')
         return exact + len(sums) * wire * sums.sum(0) + even
+    if 'node_dtype' in knobs:  # each addend is rounded before
+        lost = ROUNDING[torch.bfloat16]
+        exact = exact + lost * total
+        sums = sums + lost * total
     steps = [
         sum(part.max() for part in parts) / 127
         for parts in zip(*[s.split(BLOCK) for s in sums], strict=True)
     ]
     largest = [part.max() for part in sum(means).abs().split(BLOCK)]
     bound = []
-    for step, top, part in zip(
-        steps, largest, total.split(BLOCK), strict=True
+    for step, top, part, before in zip(
+        steps,
+        largest,
+        total.split(BLOCK),
+        exact.split(BLOCK),
+        strict=True,
     ):
         first = step / 2
-        second = (top + first) / 254
+        second = (top + first + before.max()) / 254
         # Scale, quotient and product twice, and the sums.
-        bound.append(
-            torch.full_like(
-                part, first + second + (n + 10) * U * part.abs().max()
-            )
-        )
+        math = (n + 10) * U * part.max()
+        bound.append(before + first + second + math)
     return torch.cat(bound)
 
 
 @pytest.mark.parametrize('name', PLACES)
 def test_average_is_right_and_alike_on_all_ranks(name):
     places, parameters = PLACES[name], odd_parameters()
-    methods = [
-        method
+    cases = [
+        (method, {'node_aware': True}, {})
         for method in BY_NODES
         if method != 'bf16' or gloo_reduces(torch.bfloat16)
     ]
-    cases = [(method, {'node_aware': True}, {}) for method in methods]
+    cases.append(('int8', {'node_dtype': 'bfloat16'}, {}))
     results = run_ranks(
         step_by_step,
         places,
@@ -147,7 +152,7 @@ def test_average_is_right_and_alike_on_all_ranks(name):
         world_size=len(places),
         timeout_s=200,
     )
-    for method, *by_rank in zip(methods, *results, strict=True):
+    for (method, knobs, _), *by_rank in zip(cases, *results, strict=True):
         for step in range(3):
             worst = 0.0
             for index, (key, like) in enumerate(parameters.items()):
@@ -164,7 +169,7 @@ def test_average_is_right_and_alike_on_all_ranks(name):
                 ]
                 mean = torch.stack(local).mean(0)
                 error = (elements_in_memory(ours, like) - mean).abs()
-                bound = bounds(method, local, places, like)
+                bound = bounds(method, knobs, local, places, like)
                 assert (error <= bound).all(), (method, key, step)
                 if like.dtype == torch.float32:
                     worst = max(worst, (error / bound).max().item())
