@@ -64,10 +64,18 @@ class Compressor(Exchange):
         self._record = StepRecord()
 
     def bind(self, ddp: DistributedDataParallel) -> 'Compressor':
-        """As in the base class."""
+        """As in the base class; a copy brings its state along.
+
+        Raises:
+            ValueError: If that is of another model.
+        """
         super().bind(ddp)
-        self._some_unused = ddp.find_unused_parameters or ddp.static_graph
+        if self._memory.state_dict():
+            self.load_state_dict(self.state_dict())
         return self
+
+    def _prepare(self, ddp: DistributedDataParallel) -> None:
+        self._some_unused = ddp.find_unused_parameters or ddp.static_graph
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
         """As in the base class; ends the step before, if nobody has."""

@@ -91,6 +91,7 @@ class Exchange(ABC):
         self._pipeline = Pipeline(group, device, topology, stages)
         self._parameters, self.topology = parameters, topology
         self._names = {id(p): name for name, p in parameters.items()}
+        self._prepare(ddp)
         return self
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
@@ -212,6 +213,10 @@ class Exchange(ABC):
             '_shares': 1,
         }
 
+    def _prepare(self, ddp: DistributedDataParallel) -> None:
+        """Take what else the method needs of a model that is bound."""
+        return
+
     @abstractmethod
     def _exchange(
         self, buffer: torch.Tensor, parameters: list[torch.Tensor]
@@ -250,3 +255,14 @@ class Exchange(ABC):
     def _scope(self) -> Scope:
         """Between whom this rank's share is exchanged."""
         return 'all' if self._shares == 1 else 'peers'
+
+    @property
+    def _nodes(self) -> tuple[tuple[int, ...], ...]:
+        """Those whose ranks share out a bucket; none if nothing is summed."""
+        return self.topology.nodes if self._shares > 1 else ()
+
+    def _number_and_size(self) -> tuple[int, int]:
+        """This rank's number among those that average, and their number."""
+        rank = self.pipeline.rank
+        members = self.topology.members(self._scope, rank)
+        return members.index(rank), len(members)

@@ -1,6 +1,6 @@
 """Eight bits per gradient element, with a scale per block."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from .compressor import Compressor
 from .gradient import Gradient, magnitude
 from .knobs import check_knob
 from .nodes import block_traffic, gather_parts, sum_shares
-from .plan import NodePlan, Plan, Span
+from .plan import Plan, Plans
 from .randomness import named_generator
 from .topology import Topology
 
@@ -92,27 +92,21 @@ class Int8(Compressor):
         self._stochastic = stochastic_rounding
         self._seed = random_seed
         self._node_dtype = torch.bfloat16 if node_dtype else torch.float32
-        # Of the model: the blocks of each parameter.
-        self._spans: dict[str, Span] = {}
-        # By the names of a bucket's gradients.
-        self._plans: dict[tuple[str, ...], NodePlan] = {}
+        self._plans: Plans | None = None
 
-    def bind(self, ddp: DistributedDataParallel) -> 'Int8':
-        """As in the base class."""
-        super().bind(ddp)
-        first = 0
-        for name, parameter in self._parameters.items():
-            self._spans[name] = Span(first, num_blocks(parameter))
-            first += self._spans[name].count
-        return self
+    def _prepare(self, ddp: DistributedDataParallel) -> None:
+        super()._prepare(ddp)
+        self._plans = self._plans_for(self._parameters, self.topology)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {'_spans': {}, '_plans': {}}
+        return super().__getstate__() | {'_plans': None}
 
     def _error_like(self, name: str) -> torch.Tensor:
         if self._shares == 1:
             return super()._error_like(name)
-        count = self._spans[name].share(self._own_share, self._shares).count
+        assert self._plans is not None  # it is bound
+        span = self._plans.spans[name]
+        count = span.share(self._own_share, self._shares).count
         parameter = self._parameters[name]
         return parameter.new_empty((count, BLOCK), dtype=torch.float32)
 
@@ -136,19 +130,24 @@ class Int8(Compressor):
         topology: Topology,
         bucket_dtype: torch.dtype | None,
     ) -> list[Traffic]:
-        blocks = sum(map(num_blocks, parameters))
-        if not blocks:
+        if not parameters:
             return []
-        device = parameters[0].device
+        named = {str(i): p for i, p in enumerate(parameters)}
+        plan = self._plans_for(named, topology).of(list(named))
+        return block_traffic(plan, RECORD, BLOCK * self._node_dtype.itemsize)
+
+    def _plans_for(
+        self, parameters: Mapping[str, torch.Tensor], topology: Topology
+    ) -> Plans:
+        device = next(iter(parameters.values())).device
         shares = self._shares_in(topology)
-        plan = NodePlan.make(
-            [Span(0, blocks)],
+        return Plans(
+            {name: num_blocks(p) for name, p in parameters.items()},
             topology.size // shares,
             shares,
             chunk_of(device),
             device,
         )
-        return block_traffic(plan, RECORD, BLOCK * self._node_dtype.itemsize)
 
     def state_dict(self) -> dict[str, Any]:
         """As in the base class; the error memory belongs to the topology."""
@@ -167,7 +166,8 @@ class Int8(Compressor):
     def _stages(
         self, buffer: torch.Tensor, gradients: list[Gradient]
     ) -> Iterator[Collective]:
-        plan = self._plan(gradients)
+        assert self._plans is not None  # it is bound
+        plan = self._plans.of([gradient.name for gradient in gradients])
         share, shared = plan.shares[self._own_share], gradients
         if self._shares > 1:
             shared = yield from sum_shares(
@@ -221,11 +221,6 @@ class Int8(Compressor):
             )
         return records
 
-    @property
-    def _nodes(self) -> tuple[tuple[int, ...], ...]:
-        """Those whose ranks share an error memory; none without."""
-        return self.topology.nodes if self._shares > 1 else ()
-
     def _averages(
         self,
         incoming: torch.Tensor,
@@ -255,25 +250,6 @@ class Int8(Compressor):
         if self._feedback:
             self._keep_rests(torch.cat(rests), inputs, plan)
         return averages
-
-    def _number_and_size(self) -> tuple[int, int]:
-        """This rank's number among those that average, and their number."""
-        rank = self.pipeline.rank
-        members = self.topology.members(self._scope, rank)
-        return members.index(rank), len(members)
-
-    def _plan(self, gradients: list[Gradient]) -> NodePlan:
-        key = tuple(g.name for g in gradients)
-        if key not in self._plans:
-            device = gradients[0].flat.device
-            self._plans[key] = NodePlan.make(
-                [self._spans[g.name] for g in gradients],
-                self.topology.size // self._shares,
-                self._shares,
-                chunk_of(device),
-                device,
-            )
-        return self._plans[key]
 
     def _input(self, gradient: Gradient) -> torch.Tensor:
         if self._feedback:

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-__all__ = ['NodePlan', 'Plan', 'Span']
+__all__ = ['NodePlan', 'Plan', 'Plans', 'Span']
 
 
 @dataclass(frozen=True)
@@ -182,3 +182,44 @@ class NodePlan:
 def _as_tensor(places: range) -> torch.Tensor:
     numbers = torch.arange(len(places), device='cpu')
     return numbers * places.step + places.start
+
+
+class Plans:
+    """Plans for the buckets of a model, each made once.
+
+    Args:
+        counts: The number of blocks of each parameter.
+        nodes: See :meth:`NodePlan.make`, as for the others.
+        num_shares: As above.
+        chunk: As above.
+        device: As above.
+
+    Attributes:
+        spans: The blocks of each parameter.
+    """
+
+    def __init__(
+        self,
+        counts: dict[str, int],
+        nodes: int,
+        num_shares: int,
+        chunk: int,
+        device: torch.device,
+    ) -> None:
+        firsts = [0, *accumulate(counts.values())]
+        self.spans = {
+            name: Span(first, count)
+            for first, (name, count) in zip(
+                firsts, counts.items(), strict=False
+            )
+        }
+        self._sizes = nodes, num_shares, chunk, device
+        self._made: dict[tuple[str, ...], NodePlan] = {}
+
+    def of(self, names: Sequence[str]) -> NodePlan:
+        """Return the plan of a bucket with the gradients of these."""
+        key = tuple(names)
+        if key not in self._made:
+            spans = [self.spans[name] for name in key]
+            self._made[key] = NodePlan.make(spans, *self._sizes)
+        return self._made[key]

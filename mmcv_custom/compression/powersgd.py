@@ -99,15 +99,13 @@ class PowerSGD(Compressor):
         self._matrices: dict[str, Matrix] = {}
         self._random_parts: dict[tuple[str, bool], torch.Tensor] = {}
 
-    def bind(self, ddp: DistributedDataParallel) -> 'PowerSGD':
-        """As in the base class."""
-        super().bind(ddp)
+    def _prepare(self, ddp: DistributedDataParallel) -> None:
+        super()._prepare(ddp)
         found = {
             name: Matrix.of(parameter, self._rank, self._min_rate)
             for name, parameter in self._parameters.items()
         }
         self._matrices = {name: m for name, m in found.items() if m}
-        return self
 
     def on_train_start(self, training: Training) -> None:
         """Set the start; raise ValueError without the warm-up to end."""

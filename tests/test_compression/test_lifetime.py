@@ -20,7 +20,10 @@ from tests.ranks import run_ranks
 from tests.test_compression.helpers import (
     KNOBS,
     METHODS,
+    Leaves,
     assert_same_bits,
+    average,
+    draw,
     start,
 )
 
@@ -208,6 +211,33 @@ def copies(rank):
 
 def test_copies_and_pickles_hold_the_state_and_are_not_bound():
     run_ranks(copies)
+
+
+def bind_to_another_model(rank):
+    messages = []
+    for method, knobs in (
+        ('int8', {'use_error_feedback': True}),
+        ('powersgd', {'start_powerSGD_iter': 2}),
+    ):
+        compressor = METHODS[method](**knobs)
+        ddp = start(compressor, Leaves({'w': (40, 50)}))
+        for step in range(4):
+            average(ddp, draw(rank, step, [(40, 50)]))
+        with pytest.raises(ValueError) as error:  # noqa: PT011 (see below)
+            start(
+                pickle.loads(pickle.dumps(compressor)),
+                Leaves({'w': (50, 60)}),
+            )
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_copy_of_another_models_hook_is_refused():
+    for int8, powersgd in run_ranks(bind_to_another_model):
+        assert int8 == "the state of 'w' has the shape (40, 50), not (50, 60)"
+        assert (
+            powersgd == "the basis of 'w' has the shape (1, 50), not (1, 60)"
+        )
 
 
 def collect_in_a_child(rank):

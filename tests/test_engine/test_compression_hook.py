@@ -13,6 +13,7 @@ from mmengine.optim.optimizer import amp_optimizer_wrapper
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
 from mmcv_custom.engine.hooks import CompressionHook
+from mmcv_custom.engine.spec import CommHook, HookSpec
 from tests.ranks import run_ranks
 from tests.test_engine.test_hook_state import (
     HOOKS,
