@@ -22,7 +22,6 @@ from pathlib import Path
 import config_step  # noqa: F401 (finds the sources beside this folder)
 import torch
 import torch.distributed as dist
-from mmcv_custom.engine.distributed import init_cpu_group
 from mmengine.dist import init_dist
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -44,6 +43,7 @@ from mmcv_custom.benchmark.workload import (
     make_layers,
     make_segmentor,
 )
+from mmcv_custom.engine.cpu_group import init_cpu_group
 
 _WIDTH = 110  # of tables in a file, in characters
 

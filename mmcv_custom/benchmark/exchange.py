@@ -5,37 +5,30 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from .hooks import PLAIN
+from ..compression import AllReduce
+from ..compression.collective import Sent
+from ..compression.topology import Topology
 from .method import Method
-from .nodes import Nodes, ring_edges
-from .results import ring_bytes
 
 __all__ = ['counted_bytes', 'exact_gradients', 'measure_exchange']
 
-# Hooks that send what a ring does, in elements of so many bytes at most.
-_RING_HOOKS = {PLAIN: 8, 'allreduce': 8, 'fp16': 2, 'bf16': 2}
-
 
 def counted_bytes(
-    method: Method, nodes: Nodes, steps: int
+    method: Method, topology: Topology, steps: int
 ) -> tuple[float | None, float | None]:
     """Return what this rank and its node have sent in all steps so far.
 
     Args:
-        method: Its hook has ``sent_bytes`` and ``node_sent_bytes``, or sends
-            what a ring does. Others are not counted.
-        nodes: Of the ranks.
+        method: Its hook counts, or there is none. Others are not counted.
+        topology: Of the ranks.
         steps: How many there were.
     """
-    name = method.comm_hook.name if method.comm_hook else PLAIN
-    if name in _RING_HOOKS:
-        gradients = sum(
-            p.numel() * min(p.element_size(), _RING_HOOKS[name])
-            for p in method.ddp.parameters()
-            if p.requires_grad
-        )
-        sent = steps * ring_bytes(gradients, dist.get_world_size())
-        return sent, ring_edges(nodes, dist.get_rank()) * sent
+    if method.comm_hook is None:
+        parameters = [p for p in method.ddp.parameters() if p.requires_grad]
+        rank = dist.get_rank()
+        traffic = AllReduce().traffic(parameters, topology)
+        sent = sum((t.sent(topology, rank) for t in traffic), Sent())
+        return steps * sent.rank, steps * sent.node
     return (
         getattr(method.hook, 'sent_bytes', None),
         getattr(method.hook, 'node_sent_bytes', None),
@@ -56,7 +49,7 @@ def measure_exchange(
     method: Method,
     exact: list[torch.Tensor],
     steps: int,
-    nodes: Nodes,
+    topology: Topology,
     tick: Callable[[], None],
 ) -> dict[str, float | None]:
     """Run steps, and compare their gradients with the mean.
@@ -65,7 +58,7 @@ def measure_exchange(
         method: It has been warmed up.
         exact: From :func:`exact_gradients`, of the same workload.
         steps: How many, an even number: the second half is averaged.
-        nodes: Of the ranks.
+        topology: Of the ranks.
         tick: Called after each step.
 
     Returns:
@@ -73,7 +66,7 @@ def measure_exchange(
         as in :class:`Cost`, but of this rank and its node.
     """
     average = [torch.zeros_like(tensor) for tensor in exact]
-    before = counted_bytes(method, nodes, 0)
+    before = counted_bytes(method, topology, 0)
     for step in range(steps):
         method.step()
         if step >= steps // 2:
@@ -82,7 +75,7 @@ def measure_exchange(
             ):
                 total.add_(gradient, alpha=2 / steps)
         tick()
-    after = counted_bytes(method, nodes, steps)
+    after = counted_bytes(method, topology, steps)
     rank_bytes, node_bytes = (
         None if None in pair else (pair[1] - pair[0]) / steps
         for pair in zip(before, after, strict=True)

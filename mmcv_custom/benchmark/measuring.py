@@ -10,12 +10,12 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 
+from ..compression.topology import Topology, find_topology
 from .computing import measure_compute, measure_copy, measure_guard
 from .exchange import exact_gradients, measure_exchange
 from .hooks import PLAIN, WARMUP_STEPS, Choice
 from .links import Rate, limit
 from .method import NO_OP, Method, NoOp
-from .nodes import Nodes, find_nodes
 from .results import Cost, LinkResult, Report
 from .timing import find_device, measure_reached, summarize, time_steps
 from .workload import Workload
@@ -46,7 +46,8 @@ def measure(
         The report; `copy_s` and `guard_s` are of this rank, all else is of
         all ranks and the same on each.
     """
-    nodes = find_nodes()
+    device = next(workload.model.parameters()).device
+    topology = find_topology(dist.group.WORLD, device)
     links_steps = max(1, len(rates)) * (rounds + 1) * (len(choices) + 1)
     ticks = len(choices) * (1 + error_steps) + links_steps
     with _progress_bar(ticks, console) as tick:
@@ -55,16 +56,16 @@ def measure(
         no_op = methods[NO_OP.label]
         guard_s = measure_guard(no_op, rounds)
         costs = _measure_costs(
-            methods, choices, computes, error_steps, nodes, tick
+            methods, choices, computes, error_steps, topology, tick
         )
         links = [
-            _measure_link(methods, rate, rounds, nodes, costs, tick)
+            _measure_link(methods, rate, rounds, topology, costs, tick)
             for rate in rates or [None]
         ]
     for method in methods.values():
         method.close()
     return Report(
-        setting=_setting(workload, nodes, rounds, error_steps),
+        setting=_setting(workload, topology, rounds, error_steps),
         copy_s=measure_copy(workload, rounds),
         guard_s=guard_s,
         buckets=len(no_op.notes.buckets),
@@ -91,7 +92,7 @@ def _measure_costs(
     choices: list[Choice],
     computes: list[float],
     error_steps: int,
-    nodes: Nodes,
+    topology: Topology,
     tick: Callable[[], None],
 ) -> list[Cost]:
     exact = exact_gradients(methods[PLAIN])
@@ -99,7 +100,7 @@ def _measure_costs(
     for choice, compute_s in zip(choices, computes, strict=True):
         method = methods[choice.label]
         figures = {
-            **measure_exchange(method, exact, error_steps, nodes, tick),
+            **measure_exchange(method, exact, error_steps, topology, tick),
             'memory_bytes': method.memory_bytes(),
             'compute_s': compute_s,
         }
@@ -128,19 +129,19 @@ def _measure_link(
     methods: dict[str, Method],
     rate: Rate | None,
     rounds: int,
-    nodes: Nodes,
+    topology: Topology,
     costs: list[Cost],
     tick: Callable[[], None],
 ) -> LinkResult:
-    name = 'within one node' if len(nodes) == 1 else 'the network'
+    name = 'within one node' if len(topology.nodes) == 1 else 'the network'
     if rate is not None:
         name = f'{rate.name} per node'
         dist.barrier()
         limit(rate)
     dist.barrier()
-    reached = measure_reached(nodes)
-    rows = time_steps(methods, rounds, find_device(nodes), tick)
-    is_aside = dist.get_backend() == 'nccl' or _has_spare_cores(rate, nodes)
+    reached = measure_reached(topology)
+    rows = time_steps(methods, rounds, find_device(topology), tick)
+    is_aside = dist.get_backend() == 'nccl' or _has_spare_cores(rate, topology)
     return summarize(
         name, rate and rate.bytes_per_s, reached, rows, costs, is_aside
     )
@@ -159,13 +160,13 @@ def _largest(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _setting(
-    workload: Workload, nodes: Nodes, rounds: int, error_steps: int
+    workload: Workload, topology: Topology, rounds: int, error_steps: int
 ) -> dict[str, Any]:
     return {
         'torch': torch.__version__,
         'backend': dist.get_backend(),
         'ranks': dist.get_world_size(),
-        'nodes': len(nodes),
+        'nodes': len(topology.nodes),
         'cores': _cores(),
         'workload': workload.name,
         'parameters': workload.num_parameters,
@@ -175,10 +176,10 @@ def _setting(
     }
 
 
-def _has_spare_cores(rate: Rate | None, nodes: Nodes) -> bool:
+def _has_spare_cores(rate: Rate | None, topology: Topology) -> bool:
     """Whether each rank has a second core, for what its hook computes."""
     # All emulated nodes are this machine.
-    ranks = dist.get_world_size() if rate else max(map(len, nodes))
+    ranks = dist.get_world_size() if rate else max(map(len, topology.nodes))
     return _cores() >= 2 * ranks
 
 

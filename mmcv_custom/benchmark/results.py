@@ -13,7 +13,6 @@ __all__ = [
     'Spread',
     'Timing',
     'floor_s',
-    'ring_bytes',
 ]
 
 
@@ -144,11 +143,6 @@ class Report:
     def write_json(self, path: str) -> None:
         """Write all fields under their names; units are in the names."""
         Path(path).write_text(json.dumps(asdict(self), indent=2) + '\n')
-
-
-def ring_bytes(tensor_bytes: float, size: int) -> float:
-    """Return what a rank sends in a ring all-reduce of so many ranks."""
-    return 2 * (size - 1) / size * tensor_bytes
 
 
 def floor_s(

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..compression.collective import Traffic
+from ..compression.topology import Topology
 from .hooks import PLAIN
 from .links import sent_bytes
 from .method import NO_OP, Method, NoOp
-from .nodes import Nodes, ring_edges
-from .results import Cost, LinkResult, Spread, Timing, floor_s, ring_bytes
+from .results import Cost, LinkResult, Spread, Timing, floor_s
 
 __all__ = ['Row', 'find_device', 'measure_reached', 'summarize', 'time_steps']
 
@@ -38,30 +39,30 @@ class Row:
     kernel_bytes: int | None
 
 
-def find_device(nodes: Nodes) -> str | None:
+def find_device(topology: Topology) -> str | None:
     """Return the network device whose bytes the kernel counts.
 
     It is gloo's, if there are several nodes and it has one.
     """
     name = os.environ.get('GLOO_SOCKET_IFNAME', '')
-    if len(nodes) == 1 or dist.get_backend() != 'gloo':
+    if len(topology.nodes) == 1 or dist.get_backend() != 'gloo':
         return None
     return name if os.path.exists(f'/sys/class/net/{name}') and name else None
 
 
-def measure_reached(nodes: Nodes) -> float | None:
+def measure_reached(topology: Topology) -> float | None:
     """Return the bytes per second that leave a node in an all-reduce.
 
     None on one node.
     """
-    if len(nodes) == 1:
+    if len(topology.nodes) == 1:
         return None
     device = 'cuda' if dist.get_backend() == 'nccl' else 'cpu'
     message = torch.zeros(_MESSAGE_BYTES // 4, device=device)
     dist.all_reduce(message)  # uses up what the link lets through at once
     seconds = min(_slowest_all_reduce(message) for _ in range(_TRIES))
-    sent = ring_bytes(message.nbytes, dist.get_world_size())
-    return ring_edges(nodes, dist.get_rank()) * sent / seconds
+    traffic = Traffic('all_reduce', message.nbytes)
+    return traffic.sent(topology, dist.get_rank()).node / seconds
 
 
 def _slowest_all_reduce(message: torch.Tensor) -> float:

@@ -147,7 +147,8 @@ def test_links(capfd, monkeypatch):
     assert len(lines) == 3
     for line in lines:
         own, other, seconds = map(float, line.split())
-        assert own < 2000
+        # Of a message of 10**6; the rest is that of the store.
+        assert own < 10**5
         assert 10**6 < other < 1.05e6
         # 1 MB/s, but for the burst: slower is no fault of the limit.
         assert seconds > 0.8

@@ -1,7 +1,6 @@
 """Measurements of several ranks, of which the exact figures are known."""
 
 import json
-import os
 from dataclasses import asdict
 
 import pytest
@@ -14,7 +13,6 @@ from mmcv_custom.benchmark.exchange import exact_gradients, relative_error
 from mmcv_custom.benchmark.hooks import PLAIN, Choice, choose
 from mmcv_custom.benchmark.measuring import measure
 from mmcv_custom.benchmark.method import NO_OP, Method, NoOp
-from mmcv_custom.benchmark.nodes import find_nodes, ring_edges
 from mmcv_custom.benchmark.workload import make_layers
 from tests.ranks import run_ranks
 
@@ -124,17 +122,15 @@ def _compare_with_the_mean(rank):
         relative_error(mean, exact),
         relative_error(own, exact),
         relative_error([2 * gradient for gradient in exact], exact),
-        find_nodes(),
     )
 
 
 def test_gradients_without_exchange_and_their_mean():
-    for difference, own, doubled, nodes in run_ranks(_compare_with_the_mean):
+    for difference, own, doubled in run_ranks(_compare_with_the_mean):
         assert difference == 0
         # The ranks have batches of their own.
         assert own > 0.1
         assert doubled == 1
-        assert nodes == ((0, 1),)
 
 
 def _usable(rank):
@@ -156,28 +152,3 @@ def test_hook_that_cannot_run_is_left_out():
     line = 'fp16 is left out: no 16 bits here'
     for result in run_ranks(_usable, fresh=True):
         assert result == (['none', 'int8'], [line])
-
-
-def _nodes(rank, variable):
-    os.environ[variable] = 'ab'[rank]
-    nodes = find_nodes()
-    del os.environ[variable]
-    return nodes
-
-
-@pytest.mark.parametrize('variable', ['GROUP_RANK', 'SLURM_NODEID'])
-def test_launcher_tells_the_nodes(variable):
-    assert run_ranks(_nodes, variable) == [((0,), (1,))] * 2
-
-
-@pytest.mark.parametrize(
-    ('nodes', 'edges'),
-    [
-        (((0, 1), (2, 3)), [1, 1, 1, 1]),
-        (((0, 2), (1, 3)), [2, 2, 2, 2]),
-        (((0, 1, 2), (3,)), [1, 1, 1, 1]),
-        (((0, 1, 2, 3),), [0, 0, 0, 0]),
-    ],
-)
-def test_edges_of_the_ring_that_leave_a_node(nodes, edges):
-    assert [ring_edges(nodes, rank) for rank in range(4)] == edges

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mmcv_custom.benchmark.results import Cost, Spread, floor_s, ring_bytes
+from mmcv_custom.benchmark.results import Cost, Spread, floor_s
 from mmcv_custom.benchmark.timing import Row, summarize
 
 from .samples import make_report
@@ -14,11 +14,6 @@ def test_spread():
     spread = Spread.of([3.0, 1.0, 2.0, 5.0, 4.0])
     assert spread == Spread(3.0, 2.0, 4.0, 1.0, 5.0)
     assert Spread.of([7.0]) == Spread(*[7.0] * 5)
-
-
-@pytest.mark.parametrize(('size', 'factor'), [(1, 0), (2, 1), (4, 1.5)])
-def test_ring(size, factor):
-    assert ring_bytes(100, size) == 100 * factor
 
 
 @pytest.mark.parametrize(
