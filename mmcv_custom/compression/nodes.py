@@ -46,9 +46,9 @@ def reduce_by_nodes(
         The sums, shape (numel,), of that dtype.
     """
     numel = values.numel()
-    # A copy only where it does not divide.
-    parts = pad(values, (0, -numel % shares))
-    parts = parts.view(1, shares, -1)
+    if numel % shares:
+        values = pad(values, (0, -numel % shares))
+    parts = values.view(1, shares, -1)
     received = torch.empty_like(parts)
     yield all_to_all(received, parts, 'node')
     wire = received.new_empty(received.shape[2], dtype=dtype)
