@@ -188,7 +188,7 @@ def record_collectives():
 
         def collective(*args, group=None, **kwargs):
             tensor = args[position]
-            size = dist.get_world_size(group)
+            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
             with lock:
                 index = groups.setdefault(group, len(groups))
                 calls.append(
@@ -197,8 +197,8 @@ def record_collectives():
                         op,
                         tensor.dtype,
                         tensor.numel(),
-                        sent(size, tensor.nbytes),
-                        tuple(dist.get_process_group_ranks(group)),
+                        sent(len(ranks), tensor.nbytes),
+                        tuple(ranks),
                         tensor.clone(),
                     )
                 )

@@ -173,7 +173,9 @@ BY_NODES = [
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ('method', 'places', 'steps', 'ops'), BY_NODES, ids=str
+    ('method', 'places', 'steps', 'ops'),
+    BY_NODES,
+    ids=['int8', 'fp16_scaled', 'int8, unequal nodes'],
 )
 def test_soak_between_nodes(method, places, steps, ops):
     """Over 10 000 buckets in all."""
