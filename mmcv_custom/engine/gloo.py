@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from .machines import exchange_names
 from .network import find_interface, list_interfaces
 
 __all__ = ['init_gloo']
@@ -75,3 +76,5 @@ def init_gloo(
         ) from error
     if set_timeout:
         set_timeout(timeout)
+    machines = dist.PrefixStore('machines', store)
+    exchange_names(machines, rank, world_size, os.environ.get(_INTERFACE, ''))

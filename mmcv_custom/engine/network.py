@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-__all__ = ['find_interface', 'list_interfaces']
+__all__ = ['addresses_of', 'find_interface', 'list_interfaces']
 
 _SIOCGIFCONF = 0x8912  # Linux: lists the IPv4 addresses
 _IFREQ_BYTES = 40  # an entry is a name of 16 bytes and a socket address
@@ -57,6 +57,11 @@ def find_interface(
 def list_interfaces() -> str:
     """Name the interfaces of this machine with their addresses."""
     return ', '.join(f'{name} ({ip})' for ip, name in _list_addresses())
+
+
+def addresses_of(interface: str) -> list[str]:
+    """Return the addresses of an interface of this machine."""
+    return [str(ip) for ip, name in _list_addresses() if name == interface]
 
 
 def _local_address(

@@ -25,6 +25,7 @@ from .incompatible_options import (
     refuse_accumulated_static_graph,
     refuse_several_loss_scales,
 )
+from .machines import lost_machine
 from .resumed_settings import overruled_settings, schedule_settings
 from .sharded import gathered_on_rank_0, refuse_overlap
 from .spec import CommHook, HookSpec
@@ -197,7 +198,13 @@ class CommHookRunner(Runner):
                     else "DDP's own all-reduce, as ddp_comm_hook is not set"
                 )
             )
-        return super().train()
+        try:
+            return super().train()
+        except RuntimeError as error:
+            lost = lost_machine(error)
+            if lost is not None:
+                self.logger.error(lost)
+            raise
 
     def val(self) -> dict:
         """Validate; a configured hook is not used."""

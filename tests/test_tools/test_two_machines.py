@@ -1,8 +1,10 @@
 """Two machines, each a network namespace with a name and hosts of its own."""
 
 import os
+import re
 import shutil
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -55,7 +57,8 @@ def _can_enter():
 def _on_both(tmp_path_factory):
     """Run a command on both machines at once; return what they printed.
 
-    Node 0 has the addresses 10.77.0.1 and 10.77.0.9, node 1 has 10.77.0.2.
+    ``meanwhile`` is called with the names of their namespaces. Node 0 has the
+    addresses 10.77.0.1 and 10.77.0.9, node 1 has 10.77.0.2.
     """
     if not _can_enter():
         pytest.skip('needs the right to make network namespaces, and ip')
@@ -94,11 +97,13 @@ def _on_both(tmp_path_factory):
                 env={key: value.format(node) for key, value in env.items()},
             )
 
-        def on_both(*command, **env):
+        def on_both(*command, meanwhile=None, **env):
             with ThreadPoolExecutor(2) as pool:
                 jobs = [
                     pool.submit(start, node, command, env) for node in (0, 1)
                 ]
+                if meanwhile is not None:
+                    meanwhile(names)
             return [job.result() for job in jobs]
 
         yield on_both
@@ -136,24 +141,80 @@ def test_no_connection_ends_both_and_says_what_to_set(on_both):
         assert 'Set GLOO_SOCKET_IFNAME on each machine' in result.stdout
 
 
-def test_training(on_both, tmp_path):
-    config = tmp_path / 'small.py'
+def _train(on_both, folder, hook, ranks, *options, **more):
+    config = folder / 'small.py'
     config.write_text(SMALL_DEMO)
-    results = on_both(
+    return on_both(
         TOOLS / 'dist_train.sh',
         config,
-        '1',
+        ranks,
         '--work-dir',
-        tmp_path / 'work',
+        folder / 'work',
         '--cfg-options',
-        'ddp_comm_hook=fp16',
+        f'ddp_comm_hook={hook}',
+        *options,
         NNODES='2',
         NODE_RANK='{}',
         MASTER_ADDR='node0',
         PORT='29501',
+        **more,
     )
+
+
+@pytest.mark.parametrize(
+    ('hook', 'ranks', 'nodes'),
+    [
+        ('fp16', '1', '2 nodes of 1 rank (as the launcher has it)'),
+        (
+            'int8',
+            '2',
+            '2 nodes of 2 ranks (as the launcher has it), which sum up their '
+            'own first',
+        ),
+    ],
+)
+def test_training(on_both, tmp_path, hook, ranks, nodes):
+    results = _train(on_both, tmp_path, hook, ranks)
     for result in results:
         assert result.returncode == 0, result.stdout
-    assert 'communication hook fp16' in results[0].stdout
-    assert 'mIoU' in results[0].stdout
+    log = results[0].stdout
+    assert f'communication hook {hook}' in log
+    assert f'Gradients are exchanged between {nodes}\n' in log
+    assert 'mIoU' in log
     assert (tmp_path / 'work/iter_4.pth').is_file()
+
+
+@pytest.mark.parametrize(('hook', 'ranks'), [('fp16', 1), ('int8', 2)])
+def test_killed_machine_ends_the_other_and_is_named(
+    on_both, tmp_path, hook, ranks
+):
+    def kill(names):
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            logs = (tmp_path / 'work').glob('*/*.log')
+            if any('Iter(train)' in log.read_text() for log in logs):
+                break
+        pids = ['ip', 'netns', 'pids', names[1]]
+        listed = subprocess.run(pids, capture_output=True, timeout=20)
+        for pid in listed.stdout.split():
+            os.kill(int(pid), 9)
+
+    results = _train(
+        on_both,
+        tmp_path,
+        hook,
+        ranks,
+        'train_cfg.max_iters=100000',
+        'train_cfg.val_interval=100000',
+        'env_cfg.dist_cfg.timeout=30',
+        meanwhile=kill,
+    )
+    assert results[1].returncode == -9
+    assert results[0].returncode == 1
+    assert re.search(
+        r'ERROR - the connection to node1 \(10\.77\.0\.2; ranks '
+        + ', '.join(map(str, range(ranks, 2 * ranks)))
+        + r'\) is lost',
+        results[0].stdout,
+    ), results[0].stdout
