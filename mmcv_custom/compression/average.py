@@ -28,9 +28,9 @@ class AllReduce(Exchange):
     Registered without :meth:`bind` it does not count.
 
     Args:
-        node_aware: Sum within a machine first; what goes between machines is
-            a part of 1/(ranks per machine) from each of its ranks, which is
-            less than a ring over all ranks sends.
+        node_aware: Sum within a machine first, and all-reduce a part of the
+            sums between the machines from each of its ranks. None does so for
+            the two below on CPU.
         ranks_per_node: As in the base class.
     """
 
@@ -104,6 +104,7 @@ class FP16(AllReduce):
     """``fp16_compress_hook``, which counts what it sends."""
 
     function = staticmethod(fp16_compress_hook)
+    _node_aware_on = ('cpu',)
     _dtype = torch.float16
 
 
@@ -111,4 +112,5 @@ class BF16(AllReduce):
     """``bf16_compress_hook``, which counts what it sends."""
 
     function = staticmethod(bf16_compress_hook)
+    _node_aware_on = ('cpu',)
     _dtype = torch.bfloat16

@@ -33,7 +33,8 @@ class Exchange(ABC):
     between the machines: see ``node_stages``.
 
     Args:
-        node_aware: Whether to; None leaves it to the method.
+        node_aware: Whether to; None leaves it to the method, and to the kind
+            of device: NCCL's own algorithms know the nodes.
         ranks_per_node: So many consecutive ranks share a machine; None finds
             out.
 
@@ -47,7 +48,8 @@ class Exchange(ABC):
     collectives = 1  # that a bucket has at most, one after the other
     # Between whom they run, if the method knows the nodes.
     node_stages: Sequence[Scope] = ()
-    _is_node_aware_by_default = False
+    # On which kinds of device it does so without being told.
+    _node_aware_on: Sequence[str] = ()
 
     def __init__(
         self,
@@ -64,6 +66,7 @@ class Exchange(ABC):
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._names: dict[int, str] = {}
         self.topology = _UNBOUND
+        self._device_type = 'cpu'  # until it is bound
         self._is_part = False  # of the world
         self._shares = 1
 
@@ -84,6 +87,7 @@ class Exchange(ABC):
         device = next(iter(parameters.values())).device
         topology = find_topology(group, device, self._ranks_per_node)
         stages: Sequence[Scope] = ['all'] * self.collectives
+        self._device_type = device.type
         self._is_part = group.size() < dist.get_world_size()
         self._shares = self._shares_in(topology)
         if self._shares > 1:
@@ -240,7 +244,7 @@ class Exchange(ABC):
     @property
     def _wants_nodes(self) -> bool:
         if self._node_aware is None:
-            return self._is_node_aware_by_default
+            return self._device_type in self._node_aware_on
         return self._node_aware
 
     @property

@@ -45,6 +45,7 @@ class ScaledFP16(Compressor):
     """
 
     node_stages = NODE_STAGES
+    _node_aware_on = ('cpu',)
     may_overflow = True
     _counters = (*Compressor._counters, 'overflows', 'magnitudes')
 

@@ -56,8 +56,8 @@ class Int8(Compressor):
         stochastic_rounding: Round up or down at random, without bias; the
             error of a rounding is then up to a step.
         random_seed: Of the random roundings.
-        node_aware: Whether to sum up within the machines first; None does
-            where there are several ranks on several machines.
+        node_aware: Whether to sum up within the machines first, where there
+            are several ranks on several machines; None does.
         ranks_per_node: So many consecutive ranks share a machine; None finds
             out.
         node_dtype: 'bfloat16' halves what is sent within a machine, and
@@ -69,7 +69,7 @@ class Int8(Compressor):
 
     collectives = 2
     node_stages = ('node', 'peers', 'peers', 'node')
-    _is_node_aware_by_default = True
+    _node_aware_on = ('cpu', 'cuda')
 
     def __init__(
         self,

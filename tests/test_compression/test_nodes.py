@@ -252,3 +252,22 @@ def test_group_in_another_order():
                 # Two roundings by half a 127th of the largest, or less.
                 error = (ours[index] - mean).abs().max()
                 assert error <= 2.1 * top / 254, key
+
+
+def aware_without_being_told(rank, places):
+    aware = {}
+    with launched_on(places):
+        for name, method in BY_NODES.items():
+            if name != 'bf16' or gloo_reduces(torch.bfloat16):
+                compressor = method()
+                start(compressor, Leaves({'w': (4, 4)}))
+                aware[name] = compressor.is_node_aware
+    return aware
+
+
+@pytest.mark.parametrize('places', [[0, 0, 1, 1], [0, 1, 2, 3]], ids=str)
+def test_who_knows_the_nodes_without_being_told(places):
+    several = len(set(places)) < len(places)
+    for aware in run_ranks(aware_without_being_told, places, world_size=4):
+        assert not aware.pop('allreduce')  # for comparisons with DDP's own
+        assert set(aware.values()) == {several}

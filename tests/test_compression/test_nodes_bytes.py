@@ -233,7 +233,7 @@ def test_bytes_that_leave_a_node(grid):
         BY_NODES['allreduce'](),
         BY_NODES['int8'](node_aware=False),
         BY_NODES['int8'](),
-        BY_NODES['fp16'](),
+        BY_NODES['fp16'](node_aware=False),
         BY_NODES['fp16'](node_aware=True),
     ]
     # A block is 260 bytes, not 256.
