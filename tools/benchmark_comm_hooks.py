@@ -240,14 +240,15 @@ def start_process_group(args: argparse.Namespace) -> None:
     launcher = args.launcher or 'pytorch'
     options = {}
     if args.store:
-        options['init_method'] = f'file://{args.store}'
+        options = {
+            'init_method': f'file://{args.store}',
+            'rank': int(os.environ['RANK']),
+            'world_size': int(os.environ['WORLD_SIZE']),
+        }
     if torch.cuda.is_available():
         init_dist(launcher, 'nccl', **options)
-        return
-    if args.store:
-        options['rank'] = int(os.environ['RANK'])
-        options['world_size'] = int(os.environ['WORLD_SIZE'])
-    init_cpu_group(launcher, **options)
+    else:
+        init_cpu_group(launcher, **options)
 
 
 def make_workload(args: argparse.Namespace) -> Workload:

@@ -55,13 +55,15 @@ def blocks_of(values: torch.Tensor) -> list[tuple[torch.Tensor, slice]]:
     return views
 
 
-def copy_blocks(values: torch.Tensor, which: slice, out: torch.Tensor) -> None:
-    """Copy some of the blocks of (numel,) to (rows, block), of any dtype."""
+def copy_blocks(
+    values: torch.Tensor, which: slice, factor: float, out: torch.Tensor
+) -> None:
+    """Copy some blocks of (numel,), times a factor, to (rows, block)."""
     full = values.numel() // BLOCK
     whole = values[: full * BLOCK].view(full, BLOCK)[which]
-    out[: len(whole)] = whole
+    torch.mul(whole, factor, out=out[: len(whole)])
     if len(out) > len(whole):  # the last one, which is shorter
-        rest = values[full * BLOCK :]
+        rest = values[full * BLOCK :] * factor
         out[-1, : len(rest)] = rest
         out[-1, len(rest) :] = 0
 

@@ -71,7 +71,12 @@ class Compressor(Exchange):
         """
         super().bind(ddp)
         if self._memory.state_dict():
-            self.load_state_dict(self.state_dict())
+            try:
+                self.load_state_dict(self.state_dict())
+            except ValueError:
+                self.pipeline.close()
+                self._pipeline = None
+                raise
         return self
 
     def _prepare(self, ddp: DistributedDataParallel) -> None:

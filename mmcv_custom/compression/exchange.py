@@ -85,10 +85,12 @@ class Exchange(ABC):
         group = ddp.process_group
         parameters = reduced_parameters(ddp)
         device = next(iter(parameters.values())).device
-        topology = find_topology(group, device, self._ranks_per_node)
-        stages: Sequence[Scope] = ['all'] * self.collectives
         self._device_type = device.type
         self._is_part = group.size() < dist.get_world_size()
+        topology = find_topology(
+            group, device, None if self._is_part else self._ranks_per_node
+        )
+        stages: Sequence[Scope] = ['all'] * self.collectives
         self._shares = self._shares_in(topology)
         if self._shares > 1:
             stages = self.node_stages
@@ -142,8 +144,7 @@ class Exchange(ABC):
         """Whether the bound exchange sums within the machines first."""
         return self._shares > 1
 
-    @staticmethod
-    def probes(size: int, device: torch.device) -> list[Collective]:
+    def probes(self, size: int, device: torch.device) -> list[Collective]:
         """Return small collectives that the backend has to be able to run."""
         return [all_reduce(torch.zeros(1, dtype=torch.float32, device=device))]
 

@@ -58,8 +58,7 @@ class ScaledFP16(Compressor):
         self.overflows = 0
         self.magnitudes: dict[str, float] = {}
 
-    @staticmethod
-    def probes(size: int, device: torch.device) -> list[Collective]:
+    def probes(self, size: int, device: torch.device) -> list[Collective]:
         """As in the base class."""
         return [all_reduce(torch.zeros(1, dtype=torch.float16, device=device))]
 

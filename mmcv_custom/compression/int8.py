@@ -22,7 +22,7 @@ from .collective import Collective, Traffic, all_gather, all_to_all
 from .compressor import Compressor
 from .gradient import Gradient, magnitude
 from .knobs import check_knob
-from .nodes import block_traffic, gather_parts, sum_shares
+from .nodes import average_shares, block_traffic, gather_parts
 from .plan import Plan, Plans
 from .randomness import named_generator
 from .topology import Topology
@@ -114,14 +114,15 @@ class Int8(Compressor):
         """As in the base class; the ranks of a node share it out."""
         return super().memory_bytes() // self._shares
 
-    @staticmethod
-    def probes(size: int, device: torch.device) -> list[Collective]:
+    def probes(self, size: int, device: torch.device) -> list[Collective]:
         """As in the base class."""
         part = torch.zeros(1, 1, dtype=torch.int8, device=device)
         parts = torch.zeros(1, size, 1, dtype=torch.int8, device=device)
+        sums = parts.to(self._node_dtype)
         return [
             all_to_all(torch.empty_like(parts), parts),
             all_gather(torch.empty_like(parts), part),
+            all_to_all(torch.empty_like(sums), sums),
         ]
 
     def _compressed_traffic(
@@ -158,8 +159,8 @@ class Int8(Compressor):
         nodes = tuple(map(tuple, state.get('nodes', ())))
         if state['tensors'] and nodes != self._nodes:
             raise ValueError(
-                f'its error memory is of sums within {Topology(nodes)}, now '
-                f'within {Topology(self._nodes)}'
+                'its error memory is of ranks that share machines like '
+                f'{nodes or "none"}, not like {self._nodes or "none"}'
             )
         super().load_state_dict(state)
 
@@ -170,7 +171,7 @@ class Int8(Compressor):
         plan = self._plans.of([gradient.name for gradient in gradients])
         share, shared = plan.shares[self._own_share], gradients
         if self._shares > 1:
-            shared = yield from sum_shares(
+            shared = yield from average_shares(
                 gradients, plan, self._own_share, self._node_dtype
             )
         inputs = [self._input(gradient) for gradient in shared]
@@ -242,7 +243,7 @@ class Int8(Compressor):
         averages = incoming.new_empty(incoming[:, 0].shape)
         noise = self._owned_noise(gradients, plan)
         rests = [
-            average(parts, self.topology.size, numbers, self._feedback, out)
+            average(parts, plan.size, numbers, self._feedback, out)
             for parts, numbers, out in zip(
                 incoming, noise, averages, strict=True
             )
@@ -264,8 +265,8 @@ class Int8(Compressor):
         They are this rank's error memory; and it has averaged these blocks.
         """
         # One rank keeps it, and the next average divides it by their number.
-        rests = rests.mul_(self.topology.size)
         own = self._number_and_size()
+        rests = rests.mul_(own[1])
         for values, span in zip(inputs, plan.spans, strict=True):
             count = span.share(*own).count
             add_to_every(values, rests[:count], span.start(*own), own[1])

@@ -19,12 +19,12 @@ from .topology import Scope
 __all__ = [
     'NODE_STAGES',
     'add_up',
+    'average_shares',
     'block_traffic',
     'gather_parts',
     'narrowed',
     'numel_by_dtype',
     'reduce_by_nodes',
-    'sum_shares',
     'sum_traffic',
 ]
 
@@ -61,13 +61,13 @@ def reduce_by_nodes(
     return whole.view(-1)[:numel]
 
 
-def sum_shares(
+def average_shares(
     gradients: Sequence[Gradient],
     plan: NodePlan,
     number: int,
     dtype: torch.dtype,
 ) -> Generator[Collective, None, list[Gradient]]:
-    """Sum within a node the blocks that fall to this rank.
+    """Average within a node the blocks that fall to this rank.
 
     Args:
         gradients: Of a bucket.
@@ -76,8 +76,8 @@ def sum_shares(
         dtype: What is sent.
 
     Returns:
-        By parameter the sums of this rank's blocks, float32, (elements,); a
-        parameter's last block is filled up with zeros.
+        By parameter the averages of this rank's blocks, float32, (elements,);
+        a parameter's last block is filled up with zeros.
     """
     size = len(plan.shares)
     outgoing = gradients[0].flat.new_empty(
@@ -86,10 +86,12 @@ def sum_shares(
     for i, gradient in enumerate(gradients):
         for rank, share in enumerate(plan.shares):
             rows = share.rows[i]
+            # Divided first, so that the sum cannot overflow by itself.
             copy_blocks(
                 gradient.flat,
                 slice(plan.spans[i].start(rank, size), None, size),
-                outgoing[0, rank, rows.start : rows.stop],
+                1 / size,
+                out=outgoing[0, rank, rows.start : rows.stop],
             )
     received = torch.empty_like(outgoing)
     yield all_to_all(received, outgoing, 'node')

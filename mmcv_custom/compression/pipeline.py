@@ -66,7 +66,6 @@ class Pipeline:
         stages: Sequence[Scope],
     ) -> None:
         self.group = group
-        self.topology = topology
         self._stream = None
         self._one_by_one = False
         self._line = _Line(topology, group.rank())
@@ -80,11 +79,6 @@ class Pipeline:
         for scope in stages:
             self._line.add_stage(group, device, [scope])
         self._finalizer = weakref.finalize(self, _close, self._line)
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.group.size()
 
     @property
     def rank(self) -> int:
@@ -279,6 +273,11 @@ class _Line:
 
     def issue(self, collective: Collective, stage: int) -> list[dist.Work]:
         traffic = collective.traffic
+        if stage == len(self.groups):
+            raise RuntimeError(
+                f'the exchange of a bucket yields more than {stage} '
+                'collectives, which is what its class says'
+            )
         self.sent[stage] += traffic.sent(self.topology, self.rank)
         return collective.issue(self.groups[stage][traffic.scope])
 

@@ -156,11 +156,12 @@ class PowerSGD(Compressor):
         bucket_dtype: torch.dtype | None,
     ) -> list[Traffic]:
         numel = 0
-        is_right = not _is_right_known(self.compressed_steps)
         for parameter in parameters:
             matrix = Matrix.of(parameter, self._rank, self._min_rate)
-            part = matrix and matrix.rank * matrix.side(is_right)
-            numel += aligned(part or parameter.numel())
+            part = parameter.numel()
+            if matrix is not None:  # the factors take turns
+                part = matrix.rank * (matrix.rows + matrix.columns) // 2
+            numel += aligned(part)
         wire = bucket_dtype or torch.float32
         return sum_traffic(numel, wire, wire)
 

@@ -10,7 +10,7 @@ from .network import addresses_of
 __all__ = ['exchange_names', 'lost_machine']
 
 _ADDRESS = re.compile(r'\[?([0-9a-fA-F.:]*[.:][0-9a-fA-F.:]*?)\]?:\d+\b')
-# Of the default group: by address, the machine's name and its ranks.
+# The other machines of the default group: by address, name and ranks.
 _machines: dict[str, tuple[str, list[int]]] = {}
 
 
@@ -25,14 +25,15 @@ def exchange_names(
         store: A store that the processes share; each sets one key.
         rank: The rank of this process.
         world_size: The number of processes.
-        interface: Of gloo, on this machine.
+        interface: That gloo uses on this machine, or several with commas.
     """
-    mine = [socket.gethostname(), *addresses_of(interface)]
+    own = {ip for name in interface.split(',') for ip in addresses_of(name)}
+    mine = [socket.gethostname(), *own]
     store.set(f'machine/{rank}', ' '.join(mine))
     _machines.clear()
     for other in range(world_size):
         name, *addresses = store.get(f'machine/{other}').decode().split()
-        for address in addresses:
+        for address in set(addresses) - own:
             _machines.setdefault(address, (name, []))[1].append(other)
 
 
@@ -44,7 +45,7 @@ def lost_machine(error: BaseException) -> str | None:
     """
     for address in _ADDRESS.findall(str(error)):
         name, ranks = _machines.get(address, ('', []))
-        if name and name != socket.gethostname():
+        if name:
             where = f'{address}; ranks {", ".join(map(str, ranks))}'
             return f'the connection to {name} ({where}) is lost'
     return None

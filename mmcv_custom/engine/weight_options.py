@@ -33,10 +33,15 @@ def check_weight_options(runner: Runner, trains: bool) -> None:
             f'resume={runner._resume!r} must be True or False; '
             'load_from names the file to resume from'
         )
-    options = [*_loaded(runner)]
+    found: Exception | None = None
+    try:
+        options = [*_loaded(runner)]
+    except OSError as error:
+        options, found = [], error
     if trains:
         options += _initial(runner.model)
-    for rank, error in enumerate(all_gather_object(_first_error(options))):
+    errors = all_gather_object(found or _first_error(options))
+    for rank, error in enumerate(errors):
         if error is not None:
             raise type(error)(f'{error} (rank {rank})')
 

@@ -37,7 +37,7 @@ class SignSGD(Compressor):
             values.sub_(signs * size)
             records += [signs, size.view(1).view(torch.int8)]
         row = torch.cat(records)[None]
-        rows = row.new_empty(1, self.pipeline.world_size, row.shape[1])
+        rows = row.new_empty(1, self.topology.size, row.shape[1])
         yield all_gather(rows, row)
 
         for gradient, parts in zip(

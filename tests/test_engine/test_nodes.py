@@ -125,8 +125,8 @@ def test_moving_to_other_machines_empties_the_memory(tmp_path, flat, count):
     """From 2 x 2, and back."""
     there, back = moved(tmp_path, INT8, SQUARE, flat, SQUARE)
     for results, step, reason in (
-        (there, 3, 'sums within 2 nodes of 2 ranks, now within no nodes'),
-        (back, 6, 'sums within no nodes, now within 2 nodes of 2 ranks'),
+        (there, 3, 'like ((0, 1), (2, 3)), not like none'),
+        (back, 6, 'like none, not like ((0, 1), (2, 3))'),
     ):
         for state, log in results:
             (notice,) = notices(log)

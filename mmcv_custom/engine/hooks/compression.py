@@ -8,7 +8,6 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from ...compression import Training
-from ...compression.collective import Sent
 from ..spec import CommHook
 from ..training import (
     accumulated_iters,
@@ -87,10 +86,10 @@ class CompressionHook(Hook):
         sent = self.instance.step_bytes(self._bucket_dtype)
         if sent is None:
             return
-        if not isinstance(sent, Sent):
+        if not (hasattr(sent, 'rank') and hasattr(sent, 'node')):
             raise TypeError(
                 f'{type(self.instance).__name__}.step_bytes() returned '
-                f'{sent!r}, neither a Sent nor None'
+                f'{sent!r}, neither None nor something with rank and node'
             )
         logger.info(
             f'A step sends {sent.rank / 2**20:.2f} MiB of gradients from each '
