@@ -1,4 +1,4 @@
-"""Communication hooks with a bill, and those that do more than cast."""
+"""The communication hooks of the config key, which count their bytes."""
 
 from .average import BF16, FP16, AllReduce
 from .compressor import Compressor

@@ -8,15 +8,16 @@ import torch.distributed as dist
 
 from ..contract import Future
 from ..ddp_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
-from .collective import Collective, Sent, Traffic
-from .exchange import Exchange
-from .nodes import (
-    NODE_STAGES,
-    narrowed,
+from .collective import (
+    Collective,
+    Sent,
+    Traffic,
     numel_by_dtype,
-    reduce_by_nodes,
     sum_traffic,
 )
+from .exchange import Exchange
+from .gradient import narrowed
+from .nodes import NODE_STAGES, reduce_by_nodes
 from .topology import Topology
 
 __all__ = ['BF16', 'FP16', 'AllReduce']
@@ -61,7 +62,7 @@ class AllReduce(Exchange):
         if self._pipeline is None:
             return self.function(state, bucket)
         future = self.function(self.pipeline.group, bucket)
-        # Of the buffer: a wrapper may have cast it.
+        # By the buffer's dtype, not the parameters': a wrapper may cast it.
         buffer = bucket.buffer()
         wire = narrowed(buffer.dtype, self._dtype)
         for traffic in sum_traffic(buffer.numel(), buffer.dtype, wire):

@@ -92,7 +92,7 @@ def quantize(
     """
     high, low = blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True)
     scale = torch.maximum(high, low.neg_()).mul_(_SCALE)
-    # Nor is 0 a divisor; what is smaller rounds to 0.
+    # A block of zeros is not divided by 0; what is smaller rounds to 0.
     codes = blocks / scale.clamp_(min=_TINY)
     if noise is None:
         return codes.round_(), scale

@@ -1,7 +1,7 @@
 """Collectives that are described before they are issued, and their bytes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ __all__ = [
     'all_gather',
     'all_reduce',
     'all_to_all',
+    'numel_by_dtype',
+    'sum_traffic',
 ]
 
 
@@ -143,3 +145,39 @@ def all_gather(
             for out, part in zip(output, row, strict=True)
         ],
     )
+
+
+def sum_traffic(
+    numel: int, dtype: torch.dtype, wire: torch.dtype, shares: int = 1
+) -> list[Traffic]:
+    """Return the traffic of a sum over all ranks, directly or by nodes.
+
+    Args:
+        numel: Of each rank's tensor.
+        dtype: Of what is summed within a node.
+        wire: What it is cast to before, without nodes, or then.
+        shares: How many ranks a node has; 1 without nodes.
+    """
+    if shares == 1:
+        return [Traffic('all_reduce', numel * wire.itemsize)]
+    part = -(-numel // shares)
+    return [
+        Traffic('all_to_all', part * shares * dtype.itemsize, 'node'),
+        Traffic('all_reduce', part * wire.itemsize, 'peers'),
+        Traffic('all_gather', part * wire.itemsize, 'node'),
+    ]
+
+
+def numel_by_dtype(
+    parameters: Iterable[torch.Tensor],
+) -> dict[torch.dtype, int]:
+    """Count the elements of each dtype, as DDP has them in buckets.
+
+    Complex ones are two real ones there.
+    """
+    numels: dict[torch.dtype, int] = {}
+    for parameter in parameters:
+        dtype = parameter.real.dtype
+        numel = parameter.numel() * (1 + parameter.is_complex())
+        numels[dtype] = numels.get(dtype, 0) + numel
+    return numels

@@ -12,7 +12,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..contract import Future
-from .collective import Collective, Traffic, all_reduce
+from .collective import (
+    Collective,
+    Traffic,
+    all_reduce,
+    numel_by_dtype,
+    sum_traffic,
+)
 from .exchange import Exchange
 from .gradient import (
     Gradient,
@@ -20,10 +26,10 @@ from .gradient import (
     in_memory_order,
     is_compressible,
     magnitude,
+    narrowed,
     split,
 )
 from .memory import StepMemory
-from .nodes import narrowed, numel_by_dtype, sum_traffic
 from .step import StepRecord
 from .topology import Topology
 

@@ -5,10 +5,10 @@ from collections.abc import Generator, Iterator, Sequence
 
 import torch
 
-from .collective import Collective, Traffic, all_reduce
+from .collective import Collective, Traffic, all_reduce, sum_traffic
 from .compressor import Compressor
 from .gradient import Gradient, chunks, magnitude
-from .nodes import NODE_STAGES, reduce_by_nodes, sum_traffic
+from .nodes import NODE_STAGES, reduce_by_nodes
 from .topology import Topology
 
 __all__ = ['ScaledFP16']
@@ -17,8 +17,8 @@ __all__ = ['ScaledFP16']
 # A rank's own gradient may be 512 times that before its sum can overflow,
 # and what is 2**-21 of it still has float16's full precision.
 _TARGET_EXPONENT = 7
-# Of what was the largest value, a step later: one average that is small by
-# chance, as the ranks cancel out, must not set the scale alone.
+# What remains of a parameter's largest value after a step: one average that is
+# small by chance, as the ranks cancel out, must not set the scale alone.
 _DECAY = 0.5
 # Parameters are scaled apart by at most 2**6, so that one that had almost no
 # gradient may have the largest of all in the next step.
@@ -75,7 +75,7 @@ class ScaledFP16(Compressor):
     def _stages(
         self, buffer: torch.Tensor, gradients: list[Gradient]
     ) -> Iterator[Collective]:
-        # Of 16 bits, a cast wrapper's bucket could not hold what is scaled.
+        # Not in a wrapper's 16 bits, which cannot hold all that is scaled.
         values = buffer.to(torch.float32)
         lengths = [g.flat.numel() for g in gradients]
         flats = values.split(lengths)
@@ -110,20 +110,21 @@ class ScaledFP16(Compressor):
             lengths: Of the gradients in them.
             scales: Of each.
         """
+        pairs = list(zip(scales, values.split(lengths), strict=True))
+        if self._shares > 1:
+            for scale, flat in pairs:
+                flat.mul_(scale / self.topology.size)
+            return (
+                yield from reduce_by_nodes(values, torch.float16, self._shares)
+            )
         wire = torch.empty_like(values, dtype=torch.float16)
-        for scale, flat, sent in zip(
-            scales, values.split(lengths), wire.split(lengths), strict=True
+        for (scale, flat), sent in zip(
+            pairs, wire.split(lengths), strict=True
         ):
             # Divided first, so that the sum cannot overflow by itself.
             factor = scale / self.topology.size
             for chunk, part in zip(chunks(flat), chunks(sent), strict=True):
-                chunk.mul_(factor)
-                if self._shares == 1:
-                    part.copy_(chunk)
-        if self._shares > 1:
-            return (
-                yield from reduce_by_nodes(values, wire.dtype, self._shares)
-            )
+                part.copy_(chunk.mul_(factor))
         yield all_reduce(wire)
         return wire
 

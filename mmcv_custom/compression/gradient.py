@@ -12,6 +12,7 @@ __all__ = [
     'in_memory_order',
     'is_compressible',
     'magnitude',
+    'narrowed',
     'split',
 ]
 
@@ -88,3 +89,14 @@ def magnitude(values: torch.Tensor) -> torch.Tensor:
     else:
         low, high = torch.aminmax(values)
     return torch.maximum(-low, high)
+
+
+def narrowed(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """Return what a dtype is cast to: real ones that are wider than 16 bits.
+
+    Args:
+        own: The dtype.
+        dtype: Of 16 bits; None leaves all as they are.
+    """
+    is_wide = own.is_floating_point and own.itemsize > 2
+    return dtype if dtype is not None and is_wide else own

@@ -22,7 +22,7 @@ from .collective import Collective, Traffic, all_gather, all_to_all
 from .compressor import Compressor
 from .gradient import Gradient, magnitude
 from .knobs import check_knob
-from .nodes import average_shares, block_traffic, gather_parts
+from .nodes import average_shares, gather_parts
 from .plan import Plan, Plans
 from .randomness import named_generator
 from .topology import Topology
@@ -135,7 +135,7 @@ class Int8(Compressor):
             return []
         named = {str(i): p for i, p in enumerate(parameters)}
         plan = self._plans_for(named, topology).of(list(named))
-        return block_traffic(plan, RECORD, BLOCK * self._node_dtype.itemsize)
+        return plan.traffic(RECORD, BLOCK * self._node_dtype.itemsize)
 
     def _plans_for(
         self, parameters: Mapping[str, torch.Tensor], topology: Topology
@@ -169,20 +169,20 @@ class Int8(Compressor):
     ) -> Iterator[Collective]:
         assert self._plans is not None  # it is bound
         plan = self._plans.of([gradient.name for gradient in gradients])
-        share, shared = plan.shares[self._own_share], gradients
+        own_plan, own = plan.shares[self._own_share], gradients
         if self._shares > 1:
-            shared = yield from average_shares(
+            own = yield from average_shares(
                 gradients, plan, self._own_share, self._node_dtype
             )
-        inputs = [self._input(gradient) for gradient in shared]
-        records = self._encode(shared, inputs, share)
+        inputs = [self._input(gradient) for gradient in own]
+        records = self._encode(own, inputs, own_plan)
         # Indexing takes ten times as long.
-        outgoing = records.index_select(0, share.by_owner.flatten())
-        outgoing = outgoing.view(*share.by_owner.shape, RECORD)
+        outgoing = records.index_select(0, own_plan.by_owner.flatten())
+        outgoing = outgoing.view(*own_plan.by_owner.shape, RECORD)
         incoming = torch.empty_like(outgoing)
         yield all_to_all(incoming, outgoing, self._scope)
 
-        averages = self._averages(incoming, shared, inputs, share)
+        averages = self._averages(incoming, own, inputs, own_plan)
         gathered = incoming  # of the same shape, and read already
         yield all_gather(gathered, averages, self._scope)
         if self._shares > 1:

@@ -5,13 +5,13 @@ those that have the same part on the other nodes, and hands the result to the
 others of its node.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch.nn.functional import pad
 
 from .blocks import BLOCK, copy_blocks
-from .collective import Collective, Traffic, all_gather, all_reduce, all_to_all
+from .collective import Collective, all_gather, all_reduce, all_to_all
 from .gradient import Gradient, chunks
 from .plan import NodePlan
 from .topology import Scope
@@ -20,15 +20,11 @@ __all__ = [
     'NODE_STAGES',
     'add_up',
     'average_shares',
-    'block_traffic',
     'gather_parts',
-    'narrowed',
-    'numel_by_dtype',
     'reduce_by_nodes',
-    'sum_traffic',
 ]
 
-# Of reduce_by_nodes.
+# Between whom the collectives of reduce_by_nodes run.
 NODE_STAGES: Sequence[Scope] = ('node', 'peers', 'node')
 
 
@@ -138,78 +134,3 @@ def gather_parts(
     whole = part.new_empty((1, shares, *part.shape[1:]))
     yield all_gather(whole, part, 'node')
     return whole[0]
-
-
-def block_traffic(
-    plan: NodePlan, nbytes: int, summed_nbytes: int
-) -> list[Traffic]:
-    """Return the traffic of blocks that are encoded, averaged and encoded.
-
-    Args:
-        plan: Of the blocks.
-        nbytes: Of an encoded block.
-        summed_nbytes: Of a block as it is summed within a node.
-    """
-    shares = len(plan.shares)
-    between: Scope = 'all' if shares == 1 else 'peers'
-    part = plan.shares[0].length * nbytes
-    nodes = plan.shares[0].size
-    traffic = [
-        Traffic('all_to_all', nodes * part, between),
-        Traffic('all_gather', part, between),
-    ]
-    if shares == 1:
-        return traffic
-    summed = shares * plan.longest_share * summed_nbytes
-    return [
-        Traffic('all_to_all', summed, 'node'),
-        *traffic,
-        Traffic('all_gather', nodes * part, 'node'),
-    ]
-
-
-def sum_traffic(
-    numel: int, dtype: torch.dtype, wire: torch.dtype, shares: int = 1
-) -> list[Traffic]:
-    """Return the traffic of a sum over all ranks, directly or by nodes.
-
-    Args:
-        numel: Of each rank's tensor.
-        dtype: Of what is summed within a node.
-        wire: What it is cast to before, without nodes, or then.
-        shares: How many ranks a node has; 1 without nodes.
-    """
-    if shares == 1:
-        return [Traffic('all_reduce', numel * wire.itemsize)]
-    part = -(-numel // shares)
-    return [
-        Traffic('all_to_all', part * shares * dtype.itemsize, 'node'),
-        Traffic('all_reduce', part * wire.itemsize, 'peers'),
-        Traffic('all_gather', part * wire.itemsize, 'node'),
-    ]
-
-
-def numel_by_dtype(
-    parameters: Iterable[torch.Tensor],
-) -> dict[torch.dtype, int]:
-    """Count the elements of each dtype, as DDP has them in buckets.
-
-    Complex ones are two real ones there.
-    """
-    numels: dict[torch.dtype, int] = {}
-    for parameter in parameters:
-        dtype = parameter.real.dtype
-        numel = parameter.numel() * (1 + parameter.is_complex())
-        numels[dtype] = numels.get(dtype, 0) + numel
-    return numels
-
-
-def narrowed(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """Return what a dtype is cast to: real ones that are wider than 16 bits.
-
-    Args:
-        own: The dtype.
-        dtype: Of 16 bits; None leaves all as they are.
-    """
-    is_wide = own.is_floating_point and own.itemsize > 2
-    return dtype if dtype is not None and is_wide else own

@@ -13,6 +13,9 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from .collective import Traffic
+from .topology import Scope
+
 __all__ = ['NodePlan', 'Plan', 'Plans', 'Span']
 
 
@@ -120,7 +123,7 @@ class NodePlan:
     def make(
         cls,
         spans: Sequence[Span],
-        nodes: int,
+        size: int,
         num_shares: int,
         chunk: int,
         device: torch.device,
@@ -129,7 +132,7 @@ class NodePlan:
 
         Args:
             spans: The blocks.
-            nodes: How many ranks average each share.
+            size: How many ranks average each share.
             num_shares: How many ranks of a node share them out before; 1
                 without nodes.
             chunk: How many blocks a piece has at most.
@@ -140,13 +143,13 @@ class NodePlan:
             for rank in range(num_shares)
         ]
         # All alike, so that those of a node can be gathered.
-        length = max(Plan.longest_part(share, nodes) for share in shares)
+        length = max(Plan.longest_part(share, size) for share in shares)
         pieces = -(-length // chunk)
         length = pieces * -(-length // pieces)
         return cls(
             tuple(spans),
             tuple(
-                Plan(tuple(share), nodes, length, pieces, device)
+                Plan(tuple(share), size, length, pieces, device)
                 for share in shares
             ),
         )
@@ -155,6 +158,30 @@ class NodePlan:
     def longest_share(self) -> int:
         """The number of blocks of the rank that has the most."""
         return max(share.num_blocks for share in self.shares)
+
+    def traffic(self, nbytes: int, averaged_nbytes: int) -> list[Traffic]:
+        """Return the traffic of blocks that are encoded and averaged.
+
+        Args:
+            nbytes: Of an encoded block.
+            averaged_nbytes: Of a block as it is averaged within a node.
+        """
+        num_shares = len(self.shares)
+        scope: Scope = 'all' if num_shares == 1 else 'peers'
+        part = self.shares[0].length * nbytes
+        whole = self.shares[0].size * part
+        traffic = [
+            Traffic('all_to_all', whole, scope),
+            Traffic('all_gather', part, scope),
+        ]
+        if num_shares == 1:
+            return traffic
+        averaged = num_shares * self.longest_share * averaged_nbytes
+        return [
+            Traffic('all_to_all', averaged, 'node'),
+            *traffic,
+            Traffic('all_gather', whole, 'node'),
+        ]
 
     @cached_property
     def by_bucket(self) -> torch.Tensor:
@@ -189,7 +216,7 @@ class Plans:
 
     Args:
         counts: The number of blocks of each parameter.
-        nodes: See :meth:`NodePlan.make`, as for the others.
+        size: See :meth:`NodePlan.make`, as for the others.
         num_shares: As above.
         chunk: As above.
         device: As above.
@@ -201,7 +228,7 @@ class Plans:
     def __init__(
         self,
         counts: dict[str, int],
-        nodes: int,
+        size: int,
         num_shares: int,
         chunk: int,
         device: torch.device,
@@ -213,7 +240,7 @@ class Plans:
                 firsts, counts.items(), strict=False
             )
         }
-        self._sizes = nodes, num_shares, chunk, device
+        self._sizes = size, num_shares, chunk, device
         self._made: dict[tuple[str, ...], NodePlan] = {}
 
     def of(self, names: Sequence[str]) -> NodePlan:

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from .collective import Collective, Traffic, all_reduce
+from .collective import Collective, Traffic, all_reduce, sum_traffic
 from .compressor import Compressor
 from .gradient import Gradient, magnitude
 from .knobs import check_knob
 from .matrix import Basis, Matrix, Whole, aligned, orthonormal
-from .nodes import sum_traffic
 from .randomness import named_generator
 from .topology import Topology
 from .training import Training
