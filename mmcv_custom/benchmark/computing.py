@@ -30,8 +30,9 @@ def measure_compute(
     to do, less a step without exchange. On CPU it is processor time, so that
     it does not matter what else runs. Left out is the sum over the ranks'
     parts; and a rank alone owns all parts, so a hook that encodes the mean of
-    its part encodes everything twice here. A hook that ignores its group
-    exchanges all the same, and what that takes of the processor is counted.
+    its part encodes everything twice here, and one that sums within a node
+    does not. A hook that ignores its group exchanges all the same, and what
+    that takes of the processor is counted.
 
     Args:
         workload: What is trained.

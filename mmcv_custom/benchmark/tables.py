@@ -12,7 +12,8 @@ _NOTES = """
 rank, node: what it sends in a step, as the hook counts it (a node, to others).
 gradients: what a node sends, if there are several, over all gradients' bytes.
 errors: of the last step, and of the average over the second half of the steps,
-relative to the mean in float64. own: what the hook computes.
+relative to the mean in float64. own: what the hook computes, alone: int8 has
+all blocks to average then, and nothing to sum within a node.
 A step lasts until the slowest rank has its gradients, median over the rounds.
 exposed: without exchange it would take so much less. speed: over plain DDP's.
 floor: the larger of (step without exchange + what the hook computes) and of
