@@ -78,6 +78,8 @@ class Pipeline:
             stages = ['all']
         for scope in stages:
             self._line.add_stage(group, device, [scope])
+        if self._line.made and device.type == 'cpu':
+            dist.barrier(group)  # nobody ends them while others still connect
         self._finalizer = weakref.finalize(self, _close, self._line)
 
     @property

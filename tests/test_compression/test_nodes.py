@@ -255,14 +255,15 @@ def test_group_in_another_order():
 
 
 def aware_without_being_told(rank, places):
-    aware = {}
+    hooks = {
+        name: method()
+        for name, method in BY_NODES.items()
+        if name != 'bf16' or gloo_reduces(torch.bfloat16)
+    }
     with launched_on(places):
-        for name, method in BY_NODES.items():
-            if name != 'bf16' or gloo_reduces(torch.bfloat16):
-                compressor = method()
-                start(compressor, Leaves({'w': (4, 4)}))
-                aware[name] = compressor.is_node_aware
-    return aware
+        for hook in hooks.values():
+            start(hook, Leaves({'w': (4, 4)}))
+    return {name: hook.is_node_aware for name, hook in hooks.items()}
 
 
 @pytest.mark.parametrize('places', [[0, 0, 1, 1], [0, 1, 2, 3]], ids=str)

@@ -265,3 +265,14 @@ def test_stochastic_rounding_is_unbiased_and_reproducible():
     assert (outputs.mean(0) - sum(sums)).abs().max() <= bound
     assert off.max() > step / 2
     assert off.max() <= 4.1 * step
+
+
+def average_the_largest(rank):
+    with launched_on([0, 0, 1, 1]):
+        ddp = start(Int8(), Leaves({'w': (1000,)}))
+        return average(ddp, [torch.full((1000,), 3e38)])
+
+
+def test_sums_within_a_node_do_not_overflow():
+    for (mean,) in run_ranks(average_the_largest, world_size=4):
+        assert mean.min() == pytest.approx(3e38, rel=1e-2)

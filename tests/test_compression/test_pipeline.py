@@ -106,3 +106,20 @@ def interrupt(rank):
 
 def test_interrupt_on_the_callers_thread_stays_one():
     assert run_ranks(interrupt, fresh=True) == [True] * 2
+
+
+class SaysTooFew(Int8):
+    """It has two collectives."""
+
+    collectives = 1
+
+
+def exchange_too_much(rank):
+    ddp = toy.make_ddp()
+    ddp.register_comm_hook(None, adapt_hook(SaysTooFew().bind(ddp)))
+    with pytest.raises(RuntimeError, match='yields more than 1 collectives'):
+        toy.train_step(ddp, rank, 0)
+
+
+def test_more_collectives_than_the_class_says_are_refused():
+    run_ranks(exchange_too_much)
