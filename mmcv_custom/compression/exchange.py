@@ -186,12 +186,13 @@ class Exchange(ABC):
 
     def on_train_start(self, training: Training) -> None:
         """Say which ranks share a machine, and what that means."""
+        size = self.topology.size
         line = f'Gradients are exchanged between {self.topology}'
         if self.topology.source:
             line += f' (as {self.topology.source} has it)'
         if self.is_node_aware:
             line += ', which sum up their own first'
-        elif self._wants_nodes and len(self.topology.nodes) > 1:
+        elif self._wants_nodes and 1 < len(self.topology.nodes) < size:
             line += (
                 '; nothing is summed within the nodes first, which takes '
                 'several ranks on each, as many everywhere, and all ranks of '

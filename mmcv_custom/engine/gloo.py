@@ -50,8 +50,7 @@ def init_gloo(
     store.set_timeout(timeout)
     master = urlsplit(where).hostname or os.environ.get('MASTER_ADDR')
     if master:
-        names = dist.PrefixStore('interfaces', store)
-        interface = find_interface(names, rank, world_size, master)
+        interface = find_interface(store, rank, world_size, master)
         if interface and not os.environ.get(_INTERFACE):
             os.environ[_INTERFACE] = interface
     # torch 2.1 cannot change the timeout of a group, so the short one for
@@ -76,5 +75,4 @@ def init_gloo(
         ) from error
     if set_timeout:
         set_timeout(timeout)
-    machines = dist.PrefixStore('machines', store)
-    exchange_names(machines, rank, world_size, os.environ.get(_INTERFACE, ''))
+    exchange_names(store, rank, world_size, os.environ.get(_INTERFACE, ''))

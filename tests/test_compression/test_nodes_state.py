@@ -123,7 +123,7 @@ def shared_error(states, places, name):
         number, size = node.index(rank), len(node)
         own = [b for b in range(count) if (first + b) % size == number]
         assert error.shape == (len(own), BLOCK)
-        total[own] += error.double()
+        total[own] += size * error.double()  # that of the node's mean
     numel = math.prod(SHAPES[name])
     assert not total.view(-1)[numel:].any()
     return total.view(-1)[:numel].view(SHAPES[name])

@@ -148,7 +148,7 @@ def test_ranks_that_have_changed_places(tmp_path):
     (results,) = moved(tmp_path, INT8, SQUARE, CROSSED)
     for state, log in results:
         (notice,) = notices(log)
-        assert '2 nodes of 2 ranks' in notice
+        assert 'like ((0, 1), (2, 3)), not like ((0, 2), (1, 3))' in notice
         assert not state['tensors']
 
 
@@ -199,10 +199,10 @@ SAID = [
     ),
     (
         (EACH, SCALED),
-        '4 nodes of 1 rank (as the launcher has it)' + FALLS_BACK,
+        '4 nodes of 1 rank (as the launcher has it)',
     ),
     ((ONE, 'int8'), '1 node of 4 ranks (as the launcher has it)'),
-    ((SQUARE, 'fp16'), '2 nodes of 2 ranks (as the launcher has it)'),
+    ((SQUARE, 'allreduce'), '2 nodes of 2 ranks (as the launcher has it)'),
     (
         (ONE, {'type': 'fp16', 'node_aware': True, 'ranks_per_node': 2}),
         '2 nodes of 2 ranks (as ranks_per_node has it), which sum up their '
