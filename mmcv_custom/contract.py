@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from .named_hook import Future, NamedHook, opaque
+
 __all__ = [
     'Future',
     'adapt_hook',
-    'bind_hook',
     'call_hook',
     'completed',
     'dense_buffer',
@@ -26,14 +27,8 @@ __all__ = [
     'opaque',
 ]
 
-Future = torch.futures.Future
 # What a work's get_future() returns is an instance of this base only.
 AnyFuture = torch._C.Future
-
-# Keeps torch.compile out of a function and of what it calls, as
-# torch.compiler.disable does; but that one imports Dynamo, which takes as
-# long as torch itself, at once, and this one in the first call.
-opaque = torch._disable_dynamo
 
 
 def adapt_hook(
@@ -60,37 +55,13 @@ def adapt_hook(
             function, or cannot be called with two positional arguments.
     """
     if (
-        isinstance(hook, _BoundHook)
+        isinstance(hook, NamedHook)
         and hook.func is call_hook
         and name in (None, hook_name(hook))
     ):
         return hook
     _check_callable(hook)
-    return bind_hook(name or hook_name(hook), call_hook, hook)
-
-
-class _BoundHook(functools.partial):
-    """A class of its own: multiprocessing drops the attributes of a partial.
-
-    It keeps the name that :func:`bind_hook` gives.
-    """
-
-    __name__: str
-    __qualname__: str
-
-
-def bind_hook(
-    name: str, function: Callable[..., Future], *arguments: Any
-) -> Callable[[Any, dist.GradBucket], Future]:
-    """Return ``function(*arguments, state, bucket)`` as a hook of that name.
-
-    Unlike a closure, it can be pickled and copied with its DDP.
-    """
-    hook = _BoundHook(function, *arguments)
-    hook.__qualname__ = name  # what DDP's logging data show
-    # torch refuses some names for what it takes them to mean.
-    hook.__name__ = 'hook'
-    return hook
+    return NamedHook.make(name or hook_name(hook), call_hook, hook)
 
 
 @opaque

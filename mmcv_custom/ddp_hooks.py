@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from .contract import (
     Future,
-    bind_hook,
     call_hook,
     dense_buffer,
     hook_name,
     opaque,
 )
+from .named_hook import NamedHook
 
 __all__ = [
     'allreduce_hook',
@@ -162,7 +162,7 @@ def _compress_wrapper(
     if not callable(hook):
         raise TypeError(f'{name} takes a communication hook, got {hook!r}')
     name = f'{name}({hook_name(hook)})'
-    return bind_hook(name, _call_on_copy, name, dtype, hook)
+    return NamedHook.make(name, _call_on_copy, name, dtype, hook)
 
 
 @opaque

@@ -14,15 +14,20 @@ PACKAGE = Path(__file__).parents[1] / 'mmcv_custom'
 # Besides itself, each part may import these parts and these packages.
 ALLOWED = {
     '__init__': set(),
-    'contract': {'torch'},
-    'ddp_hooks': {'contract', 'torch'},
+    'profiling': {'torch'},
+    'named_hook': {'profiling', 'torch'},
+    'contract': {'named_hook', 'torch'},
+    'ddp_hooks': {'contract', 'named_hook', 'torch'},
     'names': set(),
     'parameters': {'contract', 'names', 'torch'},
-    'compression': {'contract', 'ddp_hooks', 'parameters', 'torch'},
+    'compression': {
+        *('contract', 'ddp_hooks', 'parameters', 'profiling'),
+        'torch',
+    },
     'files': {'torch', 'numpy', 'safetensors', 'mmengine'},
     'engine': {
-        *('compression', 'contract', 'ddp_hooks', 'files', 'names'),
-        *('parameters', 'torch', 'mmengine'),
+        *('compression', 'contract', 'ddp_hooks', 'files', 'named_hook'),
+        *('names', 'parameters', 'torch', 'mmengine'),
     },
     'models': {
         *('files', 'names', 'torch', 'timm', 'mmcv', 'mmengine', 'mmseg')

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..contract import Future, completed, dense_buffer
 from ..parameters import reduced_parameters
+from ..profiling import named_stages
 from .collective import Collective, Sent, Traffic, all_reduce
 from .knobs import check_knob
 from .pipeline import Pipeline
@@ -116,9 +117,9 @@ class Exchange(ABC):
         buffer = dense_buffer(type(self).__name__, bucket)
         if not buffer.numel():
             return completed(buffer)
-        return pipeline.start(
-            self._exchange(buffer, bucket.parameters()), buffer
-        )
+        stages = self._exchange(buffer, bucket.parameters())
+        stages = named_stages(type(self).__name__, bucket, stages)
+        return pipeline.start(stages, buffer)
 
     @property
     def pipeline(self) -> Pipeline:
