@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..contract import Future
+from ..contract import Future, dense_buffer
 from ..ddp_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from .collective import (
     Collective,
@@ -102,11 +102,40 @@ class AllReduce(Exchange):
 
 
 class FP16(AllReduce):
-    """``fp16_compress_hook``, which counts what it sends."""
+    """``fp16_compress_hook``, which counts what it sends.
+
+    A sampled step tells the share of values, ``lost_share``, that its cast
+    turned into 0 or Inf; not with ``node_aware``, where it casts sums.
+    """
 
     function = staticmethod(fp16_compress_hook)
     _node_aware_on = ('cpu',)
     _dtype = torch.float16
+    _lost: list[torch.Tensor] | None = None  # of a sampled step, by bucket
+
+    @property
+    def sample_names(self) -> Sequence[str]:
+        """What a sampled step tells; alike on all ranks once it is bound."""
+        return () if self.is_node_aware else ('lost_share',)
+
+    def begin_sample(self) -> None:
+        """Look more closely at the next step."""
+        self._lost = []
+
+    def end_sample(self) -> dict[str, float]:
+        """End that step, whose backward pass is over; return what it told."""
+        counts, self._lost = self._lost, None
+        if not counts:
+            return {}
+        lost, numel = torch.stack(counts).sum(0).tolist()
+        return {'lost_share': lost / numel} if numel else {}
+
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
+        """As in the base class."""
+        if self._lost is not None:
+            buffer = dense_buffer('fp16_compress_hook', bucket)
+            self._lost.append(_count_lost(buffer, self._dtype))
+        return super().__call__(state, bucket)
 
 
 class BF16(AllReduce):
@@ -115,3 +144,16 @@ class BF16(AllReduce):
     function = staticmethod(bf16_compress_hook)
     _node_aware_on = ('cpu',)
     _dtype = torch.bfloat16
+
+
+def _count_lost(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Count what a cast to ``dtype`` turns into 0 or Inf.
+
+    Returns:
+        How many do, and of how many; int64, shape (2,).
+    """
+    cast = values.to(narrowed(values.dtype, dtype))
+    lost = (cast == 0) != (values == 0)
+    lost |= cast.isinf() != values.isinf()
+    numel = torch.full_like(lost.sum(), values.numel())
+    return torch.stack([lost.sum(), numel])

@@ -1,10 +1,19 @@
 """What a compressor remembers from step to step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
-__all__ = ['StepMemory']
+__all__ = ['StepMemory', 'norm']
+
+
+def norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the Euclidean norm of all their elements, float64, shape ()."""
+    norms = [
+        torch.linalg.vector_norm(tensor, dtype=torch.float64)
+        for tensor in tensors
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 class StepMemory:
@@ -65,6 +74,10 @@ class StepMemory:
         """Multiply all tensors of a kind in place."""
         for tensor in self._current.get(kind, {}).values():
             tensor.mul_(factor)
+
+    def norm(self, kind: str) -> torch.Tensor:
+        """Return that of all settled tensors of a kind, of which there are."""
+        return norm(self._current[kind].values())
 
     def clear(self) -> None:
         """Forget everything."""

@@ -1,0 +1,133 @@
+"""What a sampled step tells, and what a profile shows of a step."""
+
+import pytest
+import torch
+from torch.profiler import profile
+
+from mmcv_custom.compression import BF16, FP16, AllReduce, Int8, PowerSGD
+from mmcv_custom.contract import adapt_hook
+from tests.ranks import run_ranks
+from tests.test_compression.helpers import Leaves, average, draw, start
+from tests.toy import make_ddp
+
+SHAPES = {'a': (6, 40), 'b': (7,)}
+MATRICES = [(6, 40), (6, 40)]  # a bucket each
+# What becomes 0 or Inf in float16, and what does not.
+LOST = [1e-9, -2.9e-8, 65520.0, -1e20]
+KEPT = [0.0, 3.1e-8, 1.0, -65504.0, float('inf'), float('nan')]
+
+
+def sample_casts(rank):
+    hook = FP16()
+    wide, narrow = torch.tensor(LOST + KEPT), torch.tensor(KEPT[1:3])
+    ddp = start(hook, Leaves({'wide': wide, 'narrow': narrow.bfloat16()}))
+    shares = []
+    for numbers in (wide, torch.ones_like(wide), wide):
+        hook.begin_sample()
+        average(ddp, [numbers, narrow.bfloat16()])
+        shares.append(hook.end_sample())
+    average(ddp, [wide, narrow.bfloat16()])
+    return shares, hook.end_sample(), hook.sample_names
+
+
+def test_share_that_a_cast_loses():
+    share = len(LOST) / (len(LOST + KEPT) + 2)
+    for shares, without, names in run_ranks(sample_casts):
+        assert [s['lost_share'] for s in shares] == [share, 0, share]
+        assert without == {}
+        assert names == ('lost_share',)
+    assert not hasattr(AllReduce(), 'sample_names')
+    assert not hasattr(BF16(), 'sample_names')
+    hook = FP16(node_aware=True)
+    hook._shares = 2
+    assert hook.sample_names == ()
+
+
+def sample_feedback(rank, make):
+    compressor = make()
+    ddp = start(compressor, Leaves(SHAPES))
+    seen = []
+    for step in range(4):
+        gradients = draw(rank, step, SHAPES.values())
+        compressor.begin_sample()
+        average(ddp, gradients)
+        sample = compressor.end_sample()
+        errors = compressor.state_dict()['tensors'].get('error', {})
+        errors = {name: error.clone() for name, error in errors.items()}
+        seen.append((sample, gradients, errors))
+    return seen, compressor.sample_names
+
+
+def int8():
+    return Int8(use_error_feedback=True)
+
+
+def powersgd():
+    return PowerSGD(start_powerSGD_iter=2, min_compression_rate=0.5)
+
+
+def norm(tensors):
+    return sum(t.double().square().sum().item() for t in tensors) ** 0.5
+
+
+@pytest.mark.parametrize('make', [int8, powersgd])
+def test_norm_of_the_error_memory_over_the_gradient(make):
+    for seen, names in run_ranks(sample_feedback, make):
+        assert names == ('error_ratio',)
+        for step, (sample, gradients, errors) in enumerate(seen):
+            if make is powersgd and step < 2:
+                assert sample == {}
+                continue
+            # powersgd feeds back to matrices alone.
+            fed_back = gradients[: len(errors)]
+            expected = norm(errors.values()) / norm(fed_back)
+            assert expected > 0
+            assert sample['error_ratio'] == pytest.approx(expected, rel=1e-6)
+
+
+def test_without_feedback_nothing_is_sampled():
+    assert Int8().sample_names == ()
+
+
+def all_threads():
+    """What torch needs to be told; nothing where it cannot be."""
+    try:
+        config = torch._C._profiler._ExperimentalConfig(
+            profile_all_threads=True
+        )
+    except TypeError:
+        return None
+    return {'experimental_config': config}
+
+
+def names_of(options, ddp):
+    with profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], **options
+    ) as profiled:
+        average(ddp, draw(0, 0, MATRICES))
+    return {event.name for event in profiled.events()}
+
+
+def profile_step(rank):
+    ddp = make_ddp(Leaves(dict(zip('ab', MATRICES, strict=True))))
+    hook = adapt_hook(Int8().bind(ddp), 'int8[knob=1]')
+    ddp.register_comm_hook(None, hook)
+    for _ in range(2):  # after the first the buckets are laid out anew
+        average(ddp, draw(0, 0, MATRICES))
+    options = all_threads()
+    return (
+        names_of({}, ddp),
+        names_of(options, ddp) if options else None,
+        hook.busy_s,
+    )
+
+
+def test_a_profile_shows_hook_bucket_and_stage():
+    for names, everywhere, busy_s in run_ranks(profile_step, fresh=True):
+        for bucket in (0, 1):
+            assert f'int8[knob=1] bucket {bucket}' in names
+            assert f'Int8 bucket {bucket} stage 0' in names
+            if everywhere is not None:
+                for stage in (0, 1, 2):
+                    assert f'Int8 bucket {bucket} stage {stage}' in everywhere
+        assert busy_s > 0
