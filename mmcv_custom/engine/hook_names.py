@@ -16,6 +16,9 @@ __all__ = [
     'refuse_misspelt_key',
 ]
 
+# Of the config, at its top level.
+_KEYS = ('ddp_comm_hook', 'ddp_comm_stats')
+
 
 def normalize_name(
     key: str, value: Any, aliases: dict[str, str], names: dict[str, Any]
@@ -80,13 +83,13 @@ def refuse_misspelt_key(cfg: Iterable[str]) -> None:
     Raises:
         ValueError: If there is one.
     """
-    key = 'ddp_comm_hook'
-    for name in difflib.get_close_matches(key, cfg, cutoff=0.8):
-        if name != key:
-            raise ValueError(
-                f'the config has a key {name!r}, which nothing reads: did '
-                f'you mean {key!r}?'
-            )
+    for key in _KEYS:
+        for name in difflib.get_close_matches(key, cfg, cutoff=0.8):
+            if name not in _KEYS:
+                raise ValueError(
+                    f'the config has a key {name!r}, which nothing reads: did '
+                    f'you mean {key!r}?'
+                )
 
 
 def find_hook(name: str) -> Callable:

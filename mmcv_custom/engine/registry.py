@@ -4,7 +4,7 @@ from mmengine.registry import Registry
 
 from .. import compression
 
-__all__ = ['COMM_HOOKS']
+__all__ = ['COMM_HOOKS', 'FIRST_TO_TRY']
 
 # An entry is a function ``hook(state, bucket, **knobs)``, or a class whose
 # constructor takes the knobs and, if it likes, ``process_group``, and whose
@@ -20,3 +20,6 @@ COMM_HOOKS.register_module('bf16', module=compression.BF16)
 COMM_HOOKS.register_module('powersgd', module=compression.PowerSGD)
 COMM_HOOKS.register_module('int8', module=compression.Int8)
 COMM_HOOKS.register_module('fp16_scaled', module=compression.ScaledFP16)
+
+# What sends half of fp32's bytes and takes gradients of any size.
+FIRST_TO_TRY = 'fp16_scaled'

@@ -21,6 +21,7 @@ from .effective_batch_size import log_effective_batch_size
 from .hook_names import refuse_misspelt_key
 from .hook_state import restore_from_checkpoint, save_beside_checkpoint
 from .hooks import CompressionHook, StateFoldersHook, WrappedModelHook
+from .hooks.exchange_cost import ExchangeCostHook, wants_stats
 from .incompatible_options import (
     refuse_accumulated_static_graph,
     refuse_several_loss_scales,
@@ -61,6 +62,7 @@ class CommHookRunner(Runner):
     def setup_env(self, env_cfg: dict) -> None:
         """Check the key and start the process group, before all else."""
         self._spec = self._parse_hook()
+        self._logs_cost = wants_stats(self.cfg)
         # Built so early, as constructors check the knobs. What is built gets
         # its model and process group in wrap_model.
         self._unbound_hook = self._spec and self._spec.build()
@@ -114,6 +116,13 @@ class CommHookRunner(Runner):
             self.register_hook(WrappedModelHook(self.model))
         if self.comm_hook is not None and self.comm_hook.instance is not None:
             self.register_hook(CompressionHook(self.comm_hook))
+        if (
+            self._logs_cost
+            and self.world_size > 1
+            and self._train_loop is not None
+            and takes_hook(type(self.model))
+        ):
+            self.register_hook(ExchangeCostHook(self.comm_hook))
 
     def build_optim_wrapper(self, *args, **kwargs) -> OptimWrapper:
         """Build as MMEngine does; refuse what cannot train this model."""

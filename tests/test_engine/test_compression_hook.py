@@ -34,7 +34,9 @@ SMALL_BUCKETS = {'model_wrapper_cfg': {'type': 'SmallBuckets'}}
 
 
 def train_with(rank, work_dir, hook, iters, options):
-    runner = make_runner(work_dir, hook, iters, **options)
+    runner = make_runner(
+        work_dir, hook, iters, ddp_comm_stats=False, **options
+    )
     with record_all_reduce() as wire:
         runner.train()
     return log_of(runner), [c.numel for c in wire], parameters_of(runner)

@@ -81,7 +81,10 @@ OUR_WRAPPER = {'type': 'CommHookDistributedDataParallel'}
 
 def train(rank, work_dir, hook, options=None):
     """Train; returns parameters, wire dtypes and log."""
-    runner = make_runner(work_dir, hook, **(options or {}))
+    # Without the statistics, whose collectives are no exchange.
+    runner = make_runner(
+        work_dir, hook, ddp_comm_stats=False, **(options or {})
+    )
     start = parameters_of(runner)
     with record_all_reduce() as log:
         runner.train()

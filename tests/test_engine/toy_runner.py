@@ -76,6 +76,7 @@ def make_cfg(work_dir, ddp_comm_hook=None, iters=4, **updates):
         'model_wrapper_cfg',
         'find_unused_parameters',
         'sync_bn',
+        'ddp_comm_stats',
     )
     cfg['cfg'] = {k: cfg.pop(k) for k in cfg_keys if k in cfg}
     cfg['cfg']['ddp_comm_hook'] = ddp_comm_hook

@@ -266,3 +266,32 @@ def test_camvid(hook, tmp_path):
     assert expected[hook] in result.stdout
     assert len(_losses(tmp_path / 'camvid')) == 3
     assert 0 <= _scalars(tmp_path / 'camvid')[-1]['mIoU'] <= 100
+
+
+def test_cost_of_the_exchange_without_a_hook(folder):
+    """Under MMSegmentation's own script."""
+    script = Path(mmseg.__file__).parent / '.mim/tools/train.py'
+    result = run(
+        'torchrun',
+        '--nproc-per-node=2',
+        '--rdzv-backend=c10d',
+        '--rdzv-endpoint=127.0.0.1:0',
+        '--local-addr=127.0.0.1',
+        script,
+        'upernet.py',
+        '--launcher',
+        'pytorch',
+        '--work-dir',
+        'cost',
+        '--cfg-options',
+        'train_cfg.max_iters=3',
+        cwd=folder,
+        env={'PYTHONPATH': str(REPO)},
+    )
+    assert 'of a step waits for gradients' in result.stdout
+    assert 'exchange_ms: ' in result.stdout
+    lines = [line for line in _scalars(folder / 'cost') if 'loss' in line]
+    # Times of the second step are told after the third.
+    assert ['exchange_ms' in line for line in lines] == [False, False, True]
+    assert 0 < lines[2]['exchange_share'] < 1
+    assert all(line['sent_mib'] == line['raw_mib'] > 0 for line in lines)

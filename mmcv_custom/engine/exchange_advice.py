@@ -1,0 +1,73 @@
+"""What the measured cost of the exchange means, in words."""
+
+from .exchange_times import Times
+from .registry import FIRST_TO_TRY
+
+__all__ = ['describe_bytes', 'describe_gain', 'describe_share', 'most_saved']
+
+# So many times faster a step has to become to be worth a change.
+_WORTH = 1.02
+# Of the waiting, to be worth a word.
+_APART = 0.25
+
+
+def most_saved(times: Times, ratio: float) -> float:
+    """Return how many ms of a step fewer bytes can save, at the very most.
+
+    They cannot save more than what the step waits. Nor more than that part
+    of the bytes takes that is not sent any more, at the same rate; all of
+    them take no longer than they are in flight.
+
+    Args:
+        times: Without a hook.
+        ratio: How many times fewer bytes.
+    """
+    return min(times.exchange, times.in_flight * (1 - 1 / ratio))
+
+
+def describe_share(share: float, spread_share: float) -> str:
+    """Say what the exchange costs.
+
+    Args:
+        share: Of the step, on the rank that waits longest.
+        spread_share: How much of that another rank does not wait, as it
+            comes later.
+    """
+    percent = f'{share:.0%}' if share >= 0.1 else f'{share:.1%}'
+    text = f'{percent} of a step waits for gradients'
+    if spread_share > _APART:
+        text += f', {spread_share:.0%} of that for slower ranks'
+    return text
+
+
+def describe_gain(step_ms: float, saved_ms: float, ratio: float) -> str:
+    """Say what fewer bytes could bring.
+
+    Args:
+        step_ms: Of a step without a hook.
+        saved_ms: The least :func:`most_saved` of all ranks: the rank that
+            waits least is the one that the others wait for.
+        ratio: How many times fewer bytes 16 bits are.
+    """
+    if ratio == 1:
+        return 'they have 16 bits already'
+    gain = step_ms / max(step_ms - saved_ms, 1e-3 * step_ms)
+    part = 'half' if ratio == 2 else f'{1 / ratio:.0%} of'
+    text = f'{part} the bytes could make it at most {gain:.2f} times faster: '
+    if gain < _WORTH:
+        return text + 'a hook would gain nothing'
+    return text + f'ddp_comm_hook={FIRST_TO_TRY}'
+
+
+def describe_bytes(hook: str, raw_mib: float, sent_mib: float) -> str:
+    """Say how many bytes a hook sends.
+
+    Args:
+        hook: Its name.
+        raw_mib: What a rank would send in a step without it.
+        sent_mib: What it sends.
+    """
+    text = f'{hook} sends {sent_mib:.2f} MiB a step'
+    if not raw_mib:
+        return text
+    return f"{text}, {sent_mib / raw_mib:.2g} of what DDP's own would"
