@@ -22,7 +22,7 @@ def named_range(
         name: Of what happens to the bucket.
         bucket: Its number is shown, too.
     """
-    if not profiler._is_profiler_enabled:
+    if not _is_profiled():
         return nullcontext()
     return profiler.record_function(f'{name} bucket {bucket.index()}')
 
@@ -40,9 +40,14 @@ def named_stages(
         bucket: Its number is shown, too.
         stages: The generator.
     """
-    if not profiler._is_profiler_enabled:
+    if not _is_profiled():
         return stages
     return _named(f'{name} bucket {bucket.index()}', stages)
+
+
+def _is_profiled() -> bool:
+    # A flag of the process: the profiler itself answers for a thread only.
+    return getattr(profiler, '_is_profiler_enabled', True)
 
 
 def _named(name: str, stages: Iterator[T]) -> Iterator[T]:

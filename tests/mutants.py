@@ -176,7 +176,36 @@ HOOKS = [
         ('test_ddp_hooks.py::test_future_yields_the_buckets_own_buffer',),
     ),
 ]
-MUTANTS = [*COMPRESSORS, *HOOKS]
+STATISTICS = [
+    Mutant(
+        'the first step is timed like any other',
+        'engine/exchange_times.py',
+        '_FIRST_READ = 2',
+        '_FIRST_READ = 1',
+        ('test_engine/test_exchange_pieces.py',),
+    ),
+    Mutant(
+        'the bytes since the start are told as those of a step',
+        'engine/exchange_bytes.py',
+        '(self._counted[whose] - before[whose]) / steps',
+        'self._counted[whose] / steps',
+        (
+            'test_engine/test_exchange_cost.py::'
+            'test_bytes_are_those_of_the_counters',
+        ),
+    ),
+    Mutant(
+        'the calls of a hook that waits are not a cost',
+        'engine/exchange_times.py',
+        '1e3 * (wait_s + busy_s)',
+        '1e3 * wait_s',
+        (
+            'test_engine/test_exchange_cost.py::'
+            'test_times_of_every_kind_of_hook',
+        ),
+    ),
+]
+MUTANTS = [*COMPRESSORS, *HOOKS, *STATISTICS]
 
 
 def fails(tests, mutant=None):

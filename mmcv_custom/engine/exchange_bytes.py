@@ -21,7 +21,7 @@ class StepBytes:
 
     Args:
         ddp: The wrapped model.
-        instance: Of its hook, which counts in ``sent_bytes`` and
+        instance: Of its hook, which counts in ``sent_bytes`` and perhaps
             ``node_sent_bytes``; None if DDP's own all-reduce is used.
 
     Attributes:
@@ -40,7 +40,9 @@ class StepBytes:
         nbytes = sum(p.numel() * p.element_size() for p in parameters)
         raw = Traffic('all_reduce', nbytes).sent(topology, group.rank())
         self._raw = {'': raw.rank}
-        if len(topology.nodes) > 1:
+        if len(topology.nodes) > 1 and (
+            instance is None or hasattr(instance, 'node_sent_bytes')
+        ):
             self._raw['node_'] = raw.node
         self.wide_ratio = nbytes / sum(
             p.numel() * narrowed(p.dtype, torch.float16).itemsize

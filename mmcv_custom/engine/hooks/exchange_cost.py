@@ -63,7 +63,7 @@ class ExchangeCostHook(Hook):
         self.instance = comm_hook and comm_hook.instance
         self._logger_hook: LoggerHook | None = None
         self._bytes: StepBytes | None = None
-        self._steps = 0  # since the last line
+        self._steps = 0  # since the last line, also those not timed
         self._is_sampling = False
         self._has_spoken = False
         self._sample: dict[str, float] = {}
@@ -123,7 +123,7 @@ class ExchangeCostHook(Hook):
     def after_train(self, runner) -> None:
         """Stop measuring."""
         self._end_sample()
-        self._logger_hook = self._bytes = None
+        self._logger_hook, self._bytes, self._steps = None, None, 0
 
     def _begin_sample(self) -> None:
         self._sample = {}
