@@ -20,6 +20,7 @@ from .collective import (
     sum_traffic,
 )
 from .exchange import Exchange
+from .feedback import SampledFeedback
 from .gradient import (
     Gradient,
     float32_like,
@@ -29,14 +30,14 @@ from .gradient import (
     narrowed,
     split,
 )
-from .memory import StepMemory, norm
+from .memory import StepMemory
 from .step import StepRecord
 from .topology import Topology
 
 __all__ = ['Compressor']
 
 
-class Compressor(Exchange):
+class Compressor(SampledFeedback, Exchange):
     """An exchange that may lose something, and may keep a state.
 
     What it keeps is kept by parameter name, because DDP re-lays its buckets,
@@ -68,7 +69,6 @@ class Compressor(Exchange):
         self._memory = StepMemory()
         self._some_unused = False
         self._record = StepRecord()
-        self._norms: list[torch.Tensor] | None = None  # if it is sampled
 
     def bind(self, ddp: DistributedDataParallel) -> 'Compressor':
         """As in the base class; a copy brings its state along.
@@ -88,29 +88,6 @@ class Compressor(Exchange):
 
     def _prepare(self, ddp: DistributedDataParallel) -> None:
         self._some_unused = ddp.find_unused_parameters or ddp.static_graph
-
-    @property
-    def sample_names(self) -> Sequence[str]:
-        """What a sampled step tells; alike on all ranks."""
-        return ('error_ratio',) if self._feedback else ()
-
-    def begin_sample(self) -> None:
-        """Note the norm of what the next step feeds back to."""
-        self._norms = []
-
-    def end_sample(self) -> dict[str, float]:
-        """End that step, whose backward pass is over.
-
-        Returns:
-            The norm of the error memory over that of the gradient, if
-            something was fed back and the gradient is finite.
-        """
-        self.settle()
-        norms, self._norms = self._norms, None
-        gradient = norm(norms).item() if norms else 0
-        if not 0 < gradient < math.inf or not self._memory.count('error'):
-            return {}
-        return {'error_ratio': self._memory.norm('error').item() / gradient}
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
         """As in the base class; ends the step before, if nobody has."""
@@ -275,8 +252,7 @@ class Compressor(Exchange):
         """
         if not self._feedback:
             return gradient.flat.to(torch.float32, copy=True)
-        if self._norms is not None:
-            self._norms.append(norm([gradient.flat]))
+        self._note(gradient.flat)
         error = self._memory.get('error', gradient.name)
         make = partial(self._error_like, gradient.name)
         work = in_memory_order(

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..compression.collective import Traffic
-from ..compression.nodes import narrowed
+from ..compression.gradient import is_compressible
 from ..compression.topology import find_topology
 from ..parameters import reduced_parameters
 
@@ -45,7 +44,7 @@ class StepBytes:
         ):
             self._raw['node_'] = raw.node
         self.wide_ratio = nbytes / sum(
-            p.numel() * narrowed(p.dtype, torch.float16).itemsize
+            p.numel() * (2 if is_compressible(p) else p.element_size())
             for p in parameters
         )
         self._instance = instance
