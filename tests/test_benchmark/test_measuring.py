@@ -93,7 +93,7 @@ def _check_costs(costs):
 def _check_link(link, hooks):
     assert link['link'] == 'within one node'
     assert link['rate_bytes_per_s'] is link['reached_bytes_per_s'] is None
-    assert 0 < link['first_bucket_s'] < link['no_op_s']['maximum']
+    assert link['first_bucket_s'] > 0
     timings = link['timings']
     assert [timing['hook'] for timing in timings] == hooks
     assert timings[0]['speed'] == 1
