@@ -51,7 +51,8 @@ def describe_gain(step_ms: float, saved_ms: float, ratio: float) -> str:
     """
     if ratio == 1:
         return 'they have 16 bits already'
-    gain = step_ms / max(step_ms - saved_ms, 1e-3 * step_ms)
+    # All of a step may be exchange; the times are not of just the same steps.
+    gain = step_ms / max(step_ms - saved_ms, step_ms / ratio)
     part = 'half' if ratio == 2 else f'{1 / ratio:.0%} of'
     text = f'{part} the bytes could make it at most {gain:.2f} times faster: '
     if gain < _WORTH:

@@ -215,7 +215,7 @@ def test_times_of_every_kind_of_hook(tmp_path):
             first, last = watched[0][line['step'] - 4], watched[0][-1]
             whole_ms = 1e3 * (last['now_s'] - first['now_s'])
             assert line['exchange_ms'] / line['exchange_share'] < whole_ms
-            assert line['exchange_share'] < 1
+            assert line['exchange_share'] <= 1
         assert log.count('of a step waits for gradients') == 1
         counted = {name for line in lines for name in told(line)} - TIMES
         if name in ('none', 'static', 'unused'):

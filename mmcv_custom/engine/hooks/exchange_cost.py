@@ -150,7 +150,8 @@ class ExchangeCostHook(Hook):
             scalars |= {
                 'exchange_ms': exchange,
                 'exchange_spread_ms': exchange - figures['least_exchange_ms'],
-                'exchange_share': exchange / figures['step_ms'],
+                # Not of just the same steps, nor of the same rank.
+                'exchange_share': min(1.0, exchange / figures['step_ms']),
             }
             if not self._has_spoken:
                 self._has_spoken = True
