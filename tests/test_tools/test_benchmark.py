@@ -156,7 +156,8 @@ def test_counts_agree_with_the_kernel(
 ):
     _, report = _benchmark(
         tmp_path,
-        *(*_layers('fp16'), '--rate', *rates),
+        *_layers("dict(type='fp16', node_aware=False)"),
+        *('--rate', *rates),
         *('--nodes', nodes, '--ranks-per-node', ranks_per_node),
         timeout_s=280,
     )
