@@ -21,13 +21,13 @@ KEPT = [0.0, 3.1e-8, 1.0, -65504.0, float('inf'), float('nan')]
 def sample_casts(rank):
     hook = FP16()
     wide, narrow = torch.tensor(LOST + KEPT), torch.tensor(KEPT[1:3])
-    ddp = start(hook, Leaves({'wide': wide, 'narrow': narrow.bfloat16()}))
+    ddp = start(hook, Leaves({'wide': wide, 'narrow': narrow.half()}))
     shares = []
     for numbers in (wide, torch.ones_like(wide), wide):
         hook.begin_sample()
-        average(ddp, [numbers, narrow.bfloat16()])
+        average(ddp, [numbers, narrow.half()])
         shares.append(hook.end_sample())
-    average(ddp, [wide, narrow.bfloat16()])
+    average(ddp, [wide, narrow.half()])
     return shares, hook.end_sample(), hook.sample_names
 
 
