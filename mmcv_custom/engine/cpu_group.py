@@ -1,6 +1,7 @@
 """Start a process group on CPU, which MMEngine cannot."""
 
 import atexit
+import gc
 import inspect
 import os
 import subprocess
@@ -76,6 +77,9 @@ def _end_group(process: int) -> None:
     # After an error other processes may never come to what gloo waits for.
     failed = hasattr(sys, 'last_type')
     if os.getpid() == process and dist.is_initialized() and not failed:
+        # A runner is in cycles of references, and its DDP holds the group,
+        # whose threads would live on.
+        gc.collect()
         dist.destroy_process_group()
 
 
