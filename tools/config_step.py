@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import gc
 import inspect
 import os
 import re
@@ -12,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from mmengine.config import Config, DictAction
 from mmengine.runner import Runner
 from mmseg.registry import RUNNERS
@@ -208,12 +206,9 @@ def build_runner(cfg: Config) -> Runner:
 def close_process_group() -> None:
     """End the process group, if there is one, after all is done.
 
-    MMEngine leaves it to the end of the process, where gloo's threads may
-    abort a process that has finished its work: they free tensors of the last
-    collectives, for which they need an interpreter. They end with the last
-    reference to the group, which DDP and so the runner has; nobody may hold
-    the runner any more.
+    MMEngine leaves it to the end of the process. Nobody may hold the runner
+    any more.
     """
-    gc.collect()  # runners are in reference cycles
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+    from mmcv_custom.engine.cpu_group import end_group
+
+    end_group()

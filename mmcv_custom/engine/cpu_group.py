@@ -15,7 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 from ..compression.groups import ENDS_GROUPS
 from .gloo import init_gloo
 
-__all__ = ['init_cpu_group']
+__all__ = ['end_group', 'init_cpu_group']
 
 CPU_BACKENDS = ('gloo', 'mpi', 'ucc')
 
@@ -76,10 +76,19 @@ def _end_group(process: int) -> None:
     """End what is left of the group, in the process that has started it."""
     # After an error other processes may never come to what gloo waits for.
     failed = hasattr(sys, 'last_type')
-    if os.getpid() == process and dist.is_initialized() and not failed:
-        # A runner is in cycles of references, and its DDP holds the group,
-        # whose threads would live on.
-        gc.collect()
+    if os.getpid() == process and not failed:
+        end_group()
+
+
+def end_group() -> None:
+    """End the default process group, if there is one, after all is done.
+
+    gloo's threads free tensors of the last collectives, for which they need
+    an interpreter. They end with the last reference to the group, which DDP
+    and so the runner has; nobody may hold the runner any more.
+    """
+    gc.collect()  # runners are in reference cycles
+    if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
