@@ -43,7 +43,7 @@ class Topology:
         sizes = set(map(len, self.nodes))
         return len(self.nodes) > 1 and len(sizes) == 1 and sizes != {1}
 
-    @property
+    @cached_property
     def peers(self) -> tuple[tuple[int, ...], ...]:
         """Of a grid, the ranks of the same number on all nodes, ascending."""
         return tuple(tuple(sorted(p)) for p in zip(*self.nodes, strict=True))
