@@ -146,22 +146,29 @@ def test_older_launch_module_and_epochs(folder):
     assert len(_losses(folder / 'work_dirs/epochs')) == 2
 
 
-def test_mmsegs_own_script_under_torchrun(folder):
-    script = Path(mmseg.__file__).parent / '.mim/tools/train.py'
-    result = run(
+def _mmsegs_own_script(folder, *options):
+    """Train with it on two processes, under torchrun."""
+    return run(
         'torchrun',
         '--nproc-per-node=2',
         '--rdzv-backend=c10d',
         '--rdzv-endpoint=127.0.0.1:0',
         '--local-addr=127.0.0.1',
-        script,
+        Path(mmseg.__file__).parent / '.mim/tools/train.py',
         'upernet.py',
         '--launcher',
         'pytorch',
-        '--cfg-options',
-        'ddp_comm_hook.type=allreduce',
+        *options,
         cwd=folder,
         env={'PYTHONPATH': str(REPO)},
+    )
+
+
+def test_mmsegs_own_script_under_torchrun(folder):
+    result = _mmsegs_own_script(
+        folder,
+        '--cfg-options',
+        'ddp_comm_hook.type=allreduce',
     )
     assert 'communication hook allreduce' in result.stdout
     assert len(_losses(folder / 'work_dirs/upernet')) == 2
@@ -270,23 +277,12 @@ def test_camvid(hook, tmp_path):
 
 def test_cost_of_the_exchange_without_a_hook(folder):
     """Under MMSegmentation's own script."""
-    script = Path(mmseg.__file__).parent / '.mim/tools/train.py'
-    result = run(
-        'torchrun',
-        '--nproc-per-node=2',
-        '--rdzv-backend=c10d',
-        '--rdzv-endpoint=127.0.0.1:0',
-        '--local-addr=127.0.0.1',
-        script,
-        'upernet.py',
-        '--launcher',
-        'pytorch',
+    result = _mmsegs_own_script(
+        folder,
         '--work-dir',
         'cost',
         '--cfg-options',
         'train_cfg.max_iters=3',
-        cwd=folder,
-        env={'PYTHONPATH': str(REPO)},
     )
     assert 'of a step waits for gradients' in result.stdout
     assert 'exchange_ms: ' in result.stdout
