@@ -12,6 +12,7 @@ if _missing:
         'and mmsegmentation)'
     )
 
+from .auto import Auto  # noqa: E402
 from .ddp_wrapper import CommHookDistributedDataParallel  # noqa: E402
 from .optimizers import LayerDecayOptimWrapperConstructor  # noqa: E402
 from .registry import COMM_HOOKS  # noqa: E402
@@ -20,6 +21,7 @@ from .spec import CommHook, build_comm_hook, normalize_comm_hook  # noqa: E402
 
 __all__ = [
     'COMM_HOOKS',
+    'Auto',
     'CommHook',
     'CommHookDistributedDataParallel',
     'CommHookRunner',

@@ -11,9 +11,9 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compression.collective import all_reduce
 from ..contract import adapt_hook, hook_name
 from ..parameters import ReducedParameters
+from .binding import bind_comm_hook, unless_world
 from .spec import CommHook, build_comm_hook
 
 __all__ = ['CommHookDistributedDataParallel', 'attach_comm_hook']
@@ -61,7 +61,7 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
     ) -> None:
         # Before anything is sent: a wrong one stops here.
         comm_hook = build_comm_hook(
-            ddp_comm_hook, _unless_world(kwargs.get('process_group'))
+            ddp_comm_hook, unless_world(kwargs.get('process_group'))
         )
         if all(p.device.type == 'cpu' for p in module.parameters()):
             device_ids = None
@@ -152,51 +152,13 @@ def attach_comm_hook(
             f'ddp_comm_hook={comm_hook.spec.as_config()!r} needs a '
             f'DistributedDataParallel, got a {type(ddp).__name__}'
         )
-    group = _unless_world(ddp.process_group)
+    group = unless_world(ddp.process_group)
     if comm_hook.state is not group:
         comm_hook = comm_hook.spec.build(group)
     _check_registration(ddp, comm_hook.hook)
-    _check_backend(comm_hook, ddp)
-    if hasattr(comm_hook.instance, 'bind'):
-        comm_hook.instance.bind(ddp)
+    bind_comm_hook(comm_hook, ddp)
     ddp.register_comm_hook(comm_hook.state, comm_hook.hook)
     return comm_hook
-
-
-def _unless_world(
-    group: dist.ProcessGroup | None,
-) -> dist.ProcessGroup | None:
-    # None, where it means the same, can be copied and pickled.
-    return None if group is dist.group.WORLD else group
-
-
-def _check_backend(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
-    """Run what the hook needs of the backend, on as few elements as can be."""
-    group = ddp.process_group
-    device = next(p.device for p in ddp.parameters() if p.requires_grad)
-    probes = []
-    wire_dtype = comm_hook.spec.wire_dtype
-    if wire_dtype is not None:
-        probe = torch.zeros(1, dtype=wire_dtype, device=device)
-        probes.append((f'reduce {probe.dtype}', all_reduce(probe)))
-    if hasattr(comm_hook.instance, 'probes'):
-        probes += [
-            (f'run {probe.traffic.operation} for {comm_hook.name}', probe)
-            for probe in comm_hook.instance.probes(group.size(), device)
-        ]
-    for what, probe in probes:
-        try:
-            for work in probe.issue(group):
-                work.wait()
-        except (RuntimeError, ValueError, TypeError) as error:
-            # Raises itself if the trouble is not the dtype or the operation.
-            working = torch.zeros(1, dtype=torch.float32, device=device)
-            dist.all_reduce(working, group=group)
-            raise RuntimeError(
-                f'backend {dist.get_backend(group)!r} of torch '
-                f'{torch.__version__} cannot {what} ({error}); use '
-                "ddp_comm_hook='fp16' or 'allreduce'"
-            ) from error
 
 
 def _check_registration(ddp: DistributedDataParallel, hook: Callable) -> None:

@@ -1,12 +1,21 @@
 """What the measured cost of the exchange means, in words."""
 
+import math
+
 from .exchange_times import Times
 from .registry import FIRST_TO_TRY
 
-__all__ = ['describe_bytes', 'describe_gain', 'describe_share', 'most_saved']
+__all__ = [
+    'WORTH',
+    'describe_bytes',
+    'describe_gain',
+    'describe_share',
+    'most_gained',
+    'most_saved',
+]
 
 # So many times faster a step has to become to be worth a change.
-_WORTH = 1.02
+WORTH = 1.02
 # Of the waiting, to be worth a word.
 _APART = 0.25
 
@@ -23,6 +32,20 @@ def most_saved(times: Times, ratio: float) -> float:
         ratio: How many times fewer bytes.
     """
     return min(times.exchange, times.in_flight * (1 - 1 / ratio))
+
+
+def most_gained(step_ms: float, saved_ms: float, ratio: float) -> float:
+    """Return how many times faster fewer bytes can make a step, at most.
+
+    Args:
+        step_ms: Of a step without a hook.
+        saved_ms: The least :func:`most_saved` of all ranks: the rank that
+            waits least is the one that the others wait for.
+        ratio: How many times fewer bytes.
+    """
+    # All of a step may be exchange; the times are not of just the same steps.
+    least_ms = max(step_ms - saved_ms, step_ms / ratio)
+    return step_ms / least_ms if least_ms else math.inf
 
 
 def describe_share(share: float, spread_share: float) -> str:
@@ -45,17 +68,15 @@ def describe_gain(step_ms: float, saved_ms: float, ratio: float) -> str:
 
     Args:
         step_ms: Of a step without a hook.
-        saved_ms: The least :func:`most_saved` of all ranks: the rank that
-            waits least is the one that the others wait for.
+        saved_ms: As for :func:`most_gained`.
         ratio: How many times fewer bytes 16 bits are.
     """
     if ratio == 1:
         return 'they have 16 bits already'
-    # All of a step may be exchange; the times are not of just the same steps.
-    gain = step_ms / max(step_ms - saved_ms, step_ms / ratio)
+    gain = most_gained(step_ms, saved_ms, ratio)
     part = 'half' if ratio == 2 else f'{1 / ratio:.0%} of'
     text = f'{part} the bytes could make it at most {gain:.2f} times faster: '
-    if gain < _WORTH:
+    if gain < WORTH:
         return text + 'a hook would gain nothing'
     return text + f'ddp_comm_hook={FIRST_TO_TRY}'
 

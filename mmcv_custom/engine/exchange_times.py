@@ -109,6 +109,8 @@ class StepTimes:
 
     def _read(self) -> None:
         """Take over the last times that DDP tells, if they are new."""
+        # Somebody else may have wanted others meanwhile.
+        self._ddp._set_ddp_runtime_logging_sample_rate(self._every)
         data = self._ddp._get_ddp_logging_data()
         iteration = data.get('iteration', 0)
         if iteration > self._last_read:

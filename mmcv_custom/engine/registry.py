@@ -4,7 +4,7 @@ from mmengine.registry import Registry
 
 from .. import compression
 
-__all__ = ['COMM_HOOKS', 'FIRST_TO_TRY']
+__all__ = ['CANDIDATES', 'COMM_HOOKS', 'FIRST_TO_TRY', 'PLAIN_AVERAGE']
 
 # An entry is a function ``hook(state, bucket, **knobs)``, or a class whose
 # constructor takes the knobs and, if it likes, ``process_group``, and whose
@@ -23,3 +23,8 @@ COMM_HOOKS.register_module('fp16_scaled', module=compression.ScaledFP16)
 
 # What sends half of fp32's bytes and takes gradients of any size.
 FIRST_TO_TRY = 'fp16_scaled'
+# What DDP does by itself.
+PLAIN_AVERAGE = 'allreduce'
+# What can do no damage, as gradients may be of any size and no state is kept
+# of what was not sent.
+CANDIDATES = (FIRST_TO_TRY, 'bf16')

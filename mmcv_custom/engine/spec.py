@@ -109,7 +109,7 @@ class HookSpec:
             if target in (hook, getattr(hook, 'function', None)):
                 name, target = registered, hook
                 break
-        _check_wrapper(wrapper, name)
+        _check_wrapper(wrapper, name, target)
         _check_knobs(name, target, knobs)
         return cls(name, target, knobs, wrapper)
 
@@ -231,7 +231,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _check_wrapper(wrapper: str | None, name: str) -> None:
+def _check_wrapper(wrapper: str | None, name: str, target: Callable) -> None:
     if wrapper is not None and wrapper not in _WRAPPERS:
         raise ValueError(
             f'ddp_comm_hook: unknown wrapper {wrapper!r}; '
@@ -241,6 +241,11 @@ def _check_wrapper(wrapper: str | None, name: str) -> None:
         raise ValueError(
             f'ddp_comm_hook: wrapper={wrapper!r} around {name!r}, which casts '
             'already; use one of the two'
+        )
+    if wrapper is not None and getattr(target, 'is_choice', False):
+        raise ValueError(
+            f'ddp_comm_hook: wrapper={wrapper!r} around {name!r}, which '
+            'chooses between hooks; give it to one of those'
         )
 
 

@@ -51,7 +51,8 @@ class ExchangeCostHook(Hook):
 
     Of an instance of a hook class it uses what there is: ``sent_bytes`` with
     ``node_sent_bytes`` and ``topology``; ``skipped_steps``, with ``settle``;
-    and ``sample_names`` with ``begin_sample`` and ``end_sample``.
+    ``sample_names`` with ``begin_sample`` and ``end_sample``; and, of one
+    that tries hooks, ``is_measuring`` and ``exchange_name``.
     ``CommHookRunner`` registers it.
 
     Args:
@@ -66,6 +67,7 @@ class ExchangeCostHook(Hook):
         self._steps = 0  # since the last line, also those not timed
         self._is_sampling = False
         self._has_spoken = False
+        self._is_typical = True  # all steps since the last line are alike
         self._sample: dict[str, float] = {}
 
     def before_train(self, runner) -> None:
@@ -90,7 +92,7 @@ class ExchangeCostHook(Hook):
         ):
             self._bytes = StepBytes(ddp, self.instance)
         self._sample_names = getattr(self.instance, 'sample_names', ())
-        self._begin_sample()
+        self._begin_interval()
 
     def before_val(self, runner) -> None:
         """Leave out the time of a validation."""
@@ -118,14 +120,15 @@ class ExchangeCostHook(Hook):
             self._end_sample()
         if _logs_now(self._logger_hook, runner, batch_idx):
             self._log(runner)
-            self._begin_sample()
+            self._begin_interval()
 
     def after_train(self, runner) -> None:
         """Stop measuring."""
         self._end_sample()
         self._logger_hook, self._bytes, self._steps = None, None, 0
 
-    def _begin_sample(self) -> None:
+    def _begin_interval(self) -> None:
+        self._is_typical = not getattr(self.instance, 'is_measuring', False)
         self._sample = {}
         if hasattr(self.instance, 'begin_sample'):
             self.instance.begin_sample()
@@ -153,7 +156,7 @@ class ExchangeCostHook(Hook):
                 # Not of just the same steps, nor of the same rank.
                 'exchange_share': min(1.0, exchange / figures['step_ms']),
             }
-            if not self._has_spoken:
+            if self._is_typical and not self._has_spoken:
                 self._has_spoken = True
                 runner.logger.info(self._in_words(figures | scalars))
         if hasattr(self.instance, 'skipped_steps'):
@@ -197,8 +200,9 @@ class ExchangeCostHook(Hook):
                 figures['least_saved_ms'],
                 self._bytes.wide_ratio,
             )
+        name = getattr(self.instance, 'exchange_name', self.comm_hook.name)
         return f'{text}; ' + describe_bytes(
-            self.comm_hook.name, figures['raw_mib'], figures['sent_mib']
+            name, figures['raw_mib'], figures['sent_mib']
         )
 
 

@@ -1,0 +1,293 @@
+"""The hook that finds out which hook is the fastest, and leaves it to that."""
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mmengine.logging import print_log
+from torch.nn.parallel import DistributedDataParallel
+
+from ...compression.collective import Sent
+from ...compression.knobs import check_knob
+from ...compression.step import StepRecord
+from ...named_hook import Future
+from ...parameters import reduced_parameters
+from ..registry import CANDIDATES, COMM_HOOKS
+from .candidates import build_hooks, label_of
+from .running import RunningTrial
+from .several import SeveralHooks
+from .trial import PLAIN, Option, Trial, Turn
+
+__all__ = ['Auto']
+
+
+@COMM_HOOKS.register_module('auto')
+class Auto(SeveralHooks):
+    """Tries hooks at the start of a training, and keeps the fastest.
+
+    The trial is a :class:`Trial`. It takes some dozens of steps, and a log
+    line says what it has measured. The gradients are the plain average
+    meanwhile, or that of a candidate whose error is allowed.
+
+    Args:
+        candidates: Values of ``ddp_comm_hook``, to try beside the plain
+            average. One that the backend cannot run is left out.
+        max_error: The largest error that is allowed: of a step's gradients
+            relative to the plain average, in the norm.
+        keep_choice: Whether a resumed training keeps what was chosen, if
+            model and machines are the same. Otherwise it tries anew.
+        process_group: To average over; None is the world group.
+
+    Attributes:
+        step: How many steps were exchanged.
+
+    Raises:
+        TypeError, ValueError: If an argument, or a candidate, is wrong.
+    """
+
+    is_choice = True  # between hooks, each of which may have a wrapper
+
+    def __init__(
+        self,
+        candidates: Sequence[str | dict] = CANDIDATES,
+        max_error: float = 0.02,
+        keep_choice: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        check_knob('max_error', max_error, 0.0)
+        check_knob('keep_choice', keep_choice)
+        super().__init__(build_hooks(candidates, process_group))
+        self._max_error = max_error
+        self._keeps_choice = keep_choice
+        self.step = 0
+        self._kept: int | None = None
+        self._ddp: Any = None  # a weak reference
+        self._setting: dict[str, Any] = {}
+        self._forget_trial()
+
+    def bind(self, ddp: DistributedDataParallel) -> 'Auto':
+        """Take the model, once; all ranks of its group call this alike.
+
+        Raises:
+            RuntimeError: If it is bound already, or the backend cannot
+                average.
+        """
+        if self._ddp is not None:
+            raise RuntimeError('Auto is bound already')
+        super().bind(ddp)
+        # DDP keeps its hook, and would keep itself.
+        self._ddp = weakref.proxy(ddp)
+        self._device = next(ddp.parameters()).device
+        self._setting = {
+            'nodes': [[*node] for node in self.topology.nodes],
+            'device': self._device.type,
+            'shapes': [[*p.shape] for p in reduced_parameters(ddp).values()],
+        }
+        return self
+
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
+        """Average a bucket, of shape (numel,), in place.
+
+        Args:
+            state: Not used.
+            bucket: Gradients of the model that was bound.
+
+        Raises:
+            RuntimeError: Without :meth:`bind`.
+            Exception: What the hook raises whose turn it is.
+        """
+        if self._ddp is None:
+            raise RuntimeError('Auto: call bind(ddp) before registering')
+        self._follow(bucket.parameters())
+        hook = self._hooks[self._turn.option]
+        if self._trial is not None and self._turn.is_compared:
+            return self._trial.compare(hook, bucket)
+        return hook.hook(hook.state, bucket)
+
+    def settle(self) -> bool:
+        """End the step; after the trial, let go of the other hooks."""
+        finite = super().settle()
+        self._end_step()
+        if self._trial is not None:
+            self._trial.read_times()
+        if self._kept is not None:
+            self._keep(self._kept)
+        return finite
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether nothing is chosen yet."""
+        return self._kept is None
+
+    @property
+    def exchange_name(self) -> str:
+        """What exchanges the gradients, for the log."""
+        return label_of(self._hooks[self._turn.option].spec)
+
+    def step_bytes(
+        self, bucket_dtype: torch.dtype | None = None
+    ) -> Sent | None:
+        """Return what a step sends, if the hook is chosen and says so."""
+        return None if self._kept is None else self._step_bytes(self._kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the choice, and the state of the hook that is chosen."""
+        self.settle()
+        state = {
+            'type': 'auto',
+            'step': self.step,
+            'skipped_steps': self.skipped_steps,
+            'kept': None,
+            'tensors': {},
+        }
+        if self._kept is None:
+            return state
+        hook = self._hooks[self._kept]
+        own: dict[str, Any] = {}
+        if hasattr(hook.instance, 'state_dict'):
+            own = dict(hook.instance.state_dict())
+            # Where whoever reads the counters alone leaves them out.
+            state['tensors'] = own.pop('tensors', {})
+        return state | {
+            'kept': self._kept,
+            'hook': hook.name,
+            'hook_state': own,
+            'setting': self._setting,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep what was chosen, or take over the counters and try anew.
+
+        Raises:
+            ValueError: If the state is of something else, or the hook does
+                not take its part.
+        """
+        if state.get('type') != 'auto':
+            raise ValueError(f'the state is of {state.get("type")!r}')
+        kept = state['kept']
+        obstacle = self._obstacle(state)
+        if kept is None or obstacle:
+            if obstacle:
+                _log(f'the choice is not kept, as {obstacle}')
+            self.load_counters(state)
+            return
+        instance = self._hooks[kept].instance
+        if hasattr(instance, 'load_state_dict'):
+            instance.load_state_dict(
+                {**state['hook_state'], 'tensors': state['tensors']}
+            )
+        self._take_over(state)
+        self._skipped -= getattr(instance, 'skipped_steps', 0)
+        self._kept = kept
+        self._forget_trial()
+        _log(f'{self.exchange_name} is kept, as it was chosen before')
+
+    def load_counters(self, state: dict[str, Any]) -> None:
+        """Go on counting, and try anew."""
+        self._take_over(state)
+        self._kept = None
+        self._forget_trial()
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        self.step = state.get('step', 0)
+        self._skipped = state.get('skipped_steps', 0)
+
+    def _obstacle(self, state: dict[str, Any]) -> str:
+        """Say why a choice that was made cannot be kept, if so."""
+        if not self._keeps_choice:
+            return 'keep_choice=False'
+        if state['setting'] != self._setting:
+            return 'model or machines are others'
+        hook = self._hooks.get(state['kept'])
+        if hook is None or hook.name != state['hook']:
+            return f'{state["hook"]} cannot be used'
+        return ''
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles hold a choice, but no trial; not bound."""
+        self.settle()
+        return self.__dict__ | {
+            '_ddp': None,
+            '_trial': None,
+            '_turn': PLAIN if self._kept is None else Turn(self._kept),
+            '_record': StepRecord(),
+        }
+
+    def _forget_trial(self) -> None:
+        self._trial: RunningTrial | None = None
+        self._turn = PLAIN if self._kept is None else Turn(self._kept)
+        self._record = StepRecord()
+
+    def _follow(self, parameters: list[torch.Tensor]) -> None:
+        """Notice when the exchange of a step begins; see whose turn it is."""
+        if self._record.has_any(parameters):  # and nobody has settled
+            self._end_step()
+        if self._kept is None and not self._record.has_begun():
+            if self._trial is None:
+                self._trial = self._new_trial()
+                self._turn = self._trial.turn
+            else:
+                self._advance(self._trial)
+        self._record.add(parameters)
+
+    def _end_step(self) -> None:
+        if self._record.has_begun():
+            self._record.clear()
+            self.step += 1
+
+    def _new_trial(self) -> RunningTrial:
+        options = [
+            Option(number, label_of(hook.spec), self._byte_ratio(number))
+            for number, hook in self._hooks.items()
+        ]
+        # Before they compress, they are the plain average.
+        starts = [each.start_iter for each in self._having('start_iter')]
+        wait = max(starts, default=0) - self.step
+        steps = Trial(options, self._max_error, self._agree).steps(wait)
+        return RunningTrial(steps, self._ddp, self._hooks[0])
+
+    def _advance(self, trial: RunningTrial) -> None:
+        choice = trial.end_step()
+        if choice is not None:
+            self._trial, self._kept = None, choice.option
+            self._turn = Turn(choice.option)
+            _log(f'{self.exchange_name} is kept: {choice.reason}')
+            return
+        if trial.turn.is_compared and trial.turn.option != self._turn.option:
+            instance = self._hooks[trial.turn.option].instance
+            if hasattr(instance, 'load_counters'):
+                # As if it had exchanged the steps before, which were exact.
+                instance.load_counters({'step': self.step})
+        self._turn = trial.turn
+
+    def _byte_ratio(self, number: int) -> float:
+        """Return how many times fewer bytes a hook sends than the plain one.
+
+        Those that leave a machine, where there are several.
+        """
+        plain, sent = self._step_bytes(0), self._step_bytes(number)
+        if plain is None or sent is None:
+            return math.inf
+        whose = 'node' if plain.node else 'rank'
+        return getattr(plain, whose) / (getattr(sent, whose) or math.inf)
+
+    def _step_bytes(self, number: int) -> Sent | None:
+        hook = self._hooks[number]
+        if not hasattr(hook.instance, 'step_bytes'):
+            return None
+        return hook.instance.step_bytes(hook.spec.bucket_dtype)
+
+    def _agree(self, values: Sequence[float]) -> list[float]:
+        """Return the largest values of all ranks; a collective."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(
+            tensor, dist.ReduceOp.MAX, group=self._ddp.process_group
+        )
+        return tensor.tolist()
+
+
+def _log(message: str) -> None:
+    print_log(f'ddp_comm_hook=auto: {message}', 'current')

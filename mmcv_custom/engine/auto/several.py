@@ -1,0 +1,164 @@
+"""Several hooks on one DDP, of which one at a time exchanges a step."""
+
+import logging
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mmengine.logging import print_log
+from torch.nn.parallel import DistributedDataParallel
+
+from ...compression import Training
+from ...compression.collective import Sent
+from ...compression.topology import Topology
+from ..binding import bind_comm_hook
+from ..spec import CommHook
+from .candidates import label_of
+
+__all__ = ['SeveralHooks']
+
+
+class SeveralHooks:
+    """What DDP and the engine want of a hook, from several ones.
+
+    An instance has what theirs have together; see docs/your_own_hook.md.
+
+    Args:
+        hooks: They are not bound yet.
+    """
+
+    def __init__(self, hooks: Sequence[CommHook]) -> None:
+        # Neither left out nor let go of.
+        self._hooks = dict(enumerate(hooks))
+        self._sent, self._skipped = Sent(), 0  # of those let go of
+        self.topology = Topology(((0,),))  # until they are bound
+
+    def bind(self, ddp: DistributedDataParallel) -> 'SeveralHooks':
+        """Bind the hooks; a log line names each that cannot run here.
+
+        Raises:
+            RuntimeError: If the first one cannot.
+        """
+        for number, hook in [*self._hooks.items()]:
+            try:
+                bind_comm_hook(hook, ddp)
+            except RuntimeError as error:
+                if number == 0:
+                    raise
+                del self._hooks[number]
+                print_log(
+                    f'{label_of(hook.spec)} is left out: {error}',
+                    'current',
+                    logging.WARNING,
+                )
+        self.topology = self._hooks[0].instance.topology
+        return self
+
+    def on_train_start(self, training: Training) -> None:
+        """Tell them; what they log begins with their name."""
+        for hook in self._hooks.values():
+            if hasattr(hook.instance, 'on_train_start'):
+                logger = _Prefixed(training.logger, label_of(hook.spec))
+                hook.instance.on_train_start(replace(training, logger=logger))
+
+    def settle(self) -> bool:
+        """End the step; return whether all that noticed it is finite."""
+        results = [each.settle() for each in self._having('settle')]
+        return all(results)
+
+    def follow_loss_scale(self, loss_scale: float) -> None:
+        """Let them convert what is in units of the gradient."""
+        for each in self._having('follow_loss_scale'):
+            each.follow_loss_scale(loss_scale)
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether finite gradients may come out as Inf."""
+        return any(e.may_overflow for e in self._having('may_overflow'))
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were not finite, as far as it was noticed."""
+        return self._skipped + sum(
+            each.skipped_steps for each in self._having('skipped_steps')
+        )
+
+    def memory_bytes(self) -> int:
+        """Of the states together."""
+        return sum(
+            each.memory_bytes() for each in self._having('memory_bytes')
+        )
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent so far, if all hooks count it."""
+        return self._sent.rank + self._sum('sent_bytes')
+
+    @property
+    def node_sent_bytes(self) -> int:
+        """What its machine has sent to others so far, likewise."""
+        return self._sent.node + self._sum('node_sent_bytes')
+
+    @property
+    def sample_names(self) -> list[str]:
+        """What a sampled step may tell."""
+        names = [
+            name
+            for each in self._having('sample_names')
+            for name in each.sample_names
+        ]
+        return [*dict.fromkeys(names)]
+
+    def begin_sample(self) -> None:
+        """Look more closely at the next step."""
+        for each in self._having('begin_sample'):
+            each.begin_sample()
+
+    def end_sample(self) -> dict[str, float]:
+        """End it; return what the hook has told that exchanged it."""
+        told: dict[str, float] = {}
+        for each in self._having('end_sample'):
+            told |= each.end_sample()
+        return told
+
+    def close(self) -> None:
+        """End what they have started."""
+        for each in self._having('close'):
+            each.close()
+
+    def _keep(self, kept: int) -> None:
+        """Close all others, and let go of them; what they counted stays."""
+        for number in [n for n in self._hooks if n != kept]:
+            instance = self._hooks.pop(number).instance
+            self._sent += Sent(
+                getattr(instance, 'sent_bytes', 0),
+                getattr(instance, 'node_sent_bytes', 0),
+            )
+            self._skipped += getattr(instance, 'skipped_steps', 0)
+            if hasattr(instance, 'close'):
+                instance.close()
+
+    def _having(self, name: str) -> Iterator[Any]:
+        """Yield the instances that have an attribute."""
+        for hook in self._hooks.values():
+            if hasattr(hook.instance, name):
+                yield hook.instance
+
+    def _sum(self, name: str) -> int:
+        # An AttributeError where a hook does not count: then nor does this.
+        return sum(
+            getattr(hook.instance, name) for hook in self._hooks.values()
+        )
+
+
+class _Prefixed(logging.LoggerAdapter):
+    """A logger that says whom a message is about."""
+
+    def __init__(self, logger: logging.Logger, name: str) -> None:
+        super().__init__(logger, {})
+        self._name = name
+
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
+        return f'{self._name}: {msg}', kwargs

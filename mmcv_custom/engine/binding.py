@@ -1,0 +1,65 @@
+"""A communication hook gets its model."""
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..compression.collective import all_reduce
+from .spec import CommHook
+
+__all__ = ['bind_comm_hook', 'unless_world']
+
+
+def bind_comm_hook(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
+    """Try what a hook needs of the backend, and bind its instance.
+
+    All ranks of the group have to call this alike: one element is reduced in
+    the wire dtype, as torch has no list of what a backend can reduce.
+
+    Args:
+        comm_hook: Built for the group of ``ddp``. An instance with ``bind``
+            gets the model.
+        ddp: The wrapped model.
+
+    Raises:
+        RuntimeError: If the backend cannot run it.
+    """
+    _check_backend(comm_hook, ddp)
+    if hasattr(comm_hook.instance, 'bind'):
+        comm_hook.instance.bind(ddp)
+
+
+def unless_world(
+    group: dist.ProcessGroup | None,
+) -> dist.ProcessGroup | None:
+    """Return None for the world group: it can be copied and pickled."""
+    return None if group is dist.group.WORLD else group
+
+
+def _check_backend(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
+    """Run what the hook needs of the backend, on as few elements as can be."""
+    group = ddp.process_group
+    device = next(p.device for p in ddp.parameters() if p.requires_grad)
+    probes = []
+    wire_dtype = comm_hook.spec.wire_dtype
+    if wire_dtype is not None:
+        probe = torch.zeros(1, dtype=wire_dtype, device=device)
+        probes.append((f'reduce {probe.dtype}', all_reduce(probe)))
+    if hasattr(comm_hook.instance, 'probes'):
+        probes += [
+            (f'run {probe.traffic.operation} for {comm_hook.name}', probe)
+            for probe in comm_hook.instance.probes(group.size(), device)
+        ]
+    for what, probe in probes:
+        try:
+            for work in probe.issue(group):
+                work.wait()
+        except (RuntimeError, ValueError, TypeError) as error:
+            # Raises itself if the trouble is not the dtype or the operation.
+            working = torch.zeros(1, dtype=torch.float32, device=device)
+            dist.all_reduce(working, group=group)
+            raise RuntimeError(
+                f'backend {dist.get_backend(group)!r} of torch '
+                f'{torch.__version__} cannot {what} ({error}); use '
+                "ddp_comm_hook='fp16' or 'allreduce'"
+            ) from error
