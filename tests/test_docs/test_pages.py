@@ -57,10 +57,10 @@ def test_tables_of_knobs_are_complete():
         knobs = {
             knob: parameter.default
             for knob, parameter in inspect.signature(hook).parameters.items()
-            if inspect.isclass(hook)
+            if inspect.isclass(hook) and knob != 'process_group'
         }
         listed = re.findall(
-            r'^\| `(\w+)` \| `?(\w+)`? \|', found[0], re.MULTILINE
+            r'^\| `(\w+)` \| `?([^|`]+)`? \|', found[0], re.MULTILINE
         )
         assert listed == [(k, str(v)) for k, v in knobs.items()]
         assert ('No knobs.' in found[0]) is (not knobs)

@@ -90,8 +90,8 @@ def test_normalized(cfg, spec):
             ValueError,
             "unknown ddp_comm_hook 'fp_16' (it is not registered); did you "
             "mean 'fp16'? valid names are 'none', 'allreduce', 'fp16', "
-            "'bf16', 'powersgd', 'int8', 'fp16_scaled', and the dotted path "
-            'of a hook of your own',
+            "'bf16', 'powersgd', 'int8', 'fp16_scaled', 'auto', and the "
+            'dotted path of a hook of your own',
         ),
         ('quantum', ValueError, "'quantum' (it is not registered); valid"),
         ('mmcv_custom.fp16', ValueError, "valid names are 'none'"),
