@@ -61,8 +61,6 @@ class Topology:
         return next(peers for peers in self.peers if rank in peers)
 
     def __str__(self) -> str:
-        if not self.nodes:
-            return 'no nodes'
         counts = list(map(len, self.nodes))
         noun = 'rank' if counts[-1] == 1 else 'ranks'
         if len(set(counts)) > 1:

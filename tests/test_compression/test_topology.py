@@ -204,7 +204,6 @@ def test_number_that_does_not_divide():
 @pytest.mark.parametrize(
     ('nodes', 'text', 'is_grid'),
     [
-        ((), 'no nodes', False),
         (((0, 1, 2, 3),), '1 node of 4 ranks', False),
         (((0,),), '1 node of 1 rank', False),
         (((0,), (1,)), '2 nodes of 1 rank', False),
