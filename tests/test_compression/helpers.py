@@ -6,6 +6,7 @@ import math
 import os
 import threading
 from collections import namedtuple
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -78,10 +79,31 @@ class Leaves(torch.nn.Module):
         return total
 
 
-def start(compressor, model, wrapper=None, **options):
-    """Wrap into DDP, a bucket for each 104 bytes, and register."""
+def start_group(rank, rendezvous, world_size=2, timeout_s=30):
+    """Start the default process group; the processes meet in a file."""
+    dist.init_process_group(
+        'gloo',
+        init_method=f'file://{rendezvous}',
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def count_groups():
+    """Return how many process groups this process has."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def start(compressor, model, wrapper=None, places=None, **options):
+    """Wrap into DDP, a bucket for each 104 bytes, and register.
+
+    ``places`` are the nodes of the ranks, as the launcher says; None leaves
+    it to what there is.
+    """
     ddp = make_ddp(model, **options)
-    hook = compressor.bind(ddp)
+    with launched_on(places) if places else contextlib.nullcontext():
+        hook = compressor.bind(ddp)
     if wrapper is not None:
         hook = getattr(ddp_hooks, f'{wrapper}_compress_wrapper')(hook)
     ddp.register_comm_hook(None, adapt_hook(hook))

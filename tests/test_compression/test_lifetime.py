@@ -5,7 +5,6 @@ import gc
 import os
 import pickle
 import threading
-from datetime import timedelta
 
 import pytest
 import torch
@@ -23,8 +22,10 @@ from tests.test_compression.helpers import (
     Leaves,
     assert_same_bits,
     average,
+    count_groups,
     draw,
     start,
+    start_group,
 )
 
 ROUNDS = 4
@@ -55,13 +56,7 @@ def end_in_order(rank, rendezvous, orders):
     gc.freeze()  # what the imports made need not be searched each time
     alive = set(threading.enumerate())
     for i, (order, *args) in enumerate(orders):
-        dist.init_process_group(
-            'gloo',
-            init_method=f'file://{rendezvous}-{i}',
-            rank=rank,
-            world_size=2,
-            timeout=timedelta(seconds=30),
-        )
+        start_group(rank, f'{rendezvous}-{i}')
         rest = order(rank, *args)
         if dist.is_initialized():
             dist.barrier()
@@ -71,20 +66,16 @@ def end_in_order(rank, rendezvous, orders):
         assert set(threading.enumerate()) == alive, order
 
 
-def groups():
-    return len(dist.distributed_c10d._world.pg_map)
-
-
 def drop_the_model(rank, method, wrapper):
     alive = set(threading.enumerate())
     ddp, compressor = train(rank, method, wrapper)
     assert len(threading.enumerate()) == len(alive) + compressor.collectives
-    assert groups() == compressor.collectives
+    assert count_groups() == compressor.collectives
     del ddp, compressor
     gc.collect()
     # Before the default group ends, and without it.
     assert set(threading.enumerate()) == alive
-    assert groups() == 1
+    assert count_groups() == 1
 
 
 def keep_the_hook(rank, method):
@@ -107,7 +98,7 @@ def close(rank, method):
     compressor.close()
     compressor.close()
     assert set(threading.enumerate()) == alive
-    assert groups() == 1
+    assert count_groups() == 1
     with pytest.raises(RuntimeError, match='is closed'):
         toy.train_step(ddp, rank)
     assert compressor.state_dict()['step'] == 4

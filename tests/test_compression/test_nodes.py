@@ -15,7 +15,6 @@ from tests.test_compression.helpers import (
     U,
     average,
     draw,
-    launched_on,
     start,
 )
 
@@ -61,18 +60,17 @@ def gradients_like(parameters, rank, step):
 def step_by_step(rank, places, parameters, cases, steps=3):
     """Averages of each step for each (method, knobs, options)."""
     results = []
-    with launched_on(places):
-        for method, knobs, options in cases:
-            compressor = BY_NODES[method](**knobs)
-            ddp = start(compressor, Leaves(parameters), **options)
-            assert compressor.is_node_aware
-            results.append(
-                [
-                    average(ddp, gradients_like(parameters, rank, step))
-                    for step in range(steps)
-                ]
-            )
-            compressor.close()
+    for method, knobs, options in cases:
+        compressor = BY_NODES[method](**knobs)
+        ddp = start(compressor, Leaves(parameters), places=places, **options)
+        assert compressor.is_node_aware
+        results.append(
+            [
+                average(ddp, gradients_like(parameters, rank, step))
+                for step in range(steps)
+            ]
+        )
+        compressor.close()
     return results
 
 
@@ -218,15 +216,19 @@ def in_another_order(rank):
     group = dist.new_group([2, 3, 1, 0], sort_ranks=False)
     # The ranks of the group: 3 and 2 on node 0, 0 and 1 on node 1.
     results = []
-    with launched_on([0, 0, 1, 1]):
-        for node_aware in (False, True):
-            compressor = BY_NODES['int8'](node_aware=node_aware)
-            ddp = start(compressor, Leaves(SHAPES), process_group=group)
-            assert compressor.is_node_aware == node_aware
-            assert compressor.topology.nodes == ((0, 1), (2, 3))
-            gradients = draw(rank, 0, SHAPES.values())
-            results.append(average(ddp, gradients))
-            compressor.close()
+    for node_aware in (False, True):
+        compressor = BY_NODES['int8'](node_aware=node_aware)
+        ddp = start(
+            compressor,
+            Leaves(SHAPES),
+            places=[0, 0, 1, 1],
+            process_group=group,
+        )
+        assert compressor.is_node_aware == node_aware
+        assert compressor.topology.nodes == ((0, 1), (2, 3))
+        gradients = draw(rank, 0, SHAPES.values())
+        results.append(average(ddp, gradients))
+        compressor.close()
     del ddp
     gc.collect()
     dist.destroy_process_group(group)
@@ -260,9 +262,8 @@ def aware_without_being_told(rank, places):
         for name, method in BY_NODES.items()
         if name != 'bf16' or gloo_reduces(torch.bfloat16)
     }
-    with launched_on(places):
-        for hook in hooks.values():
-            start(hook, Leaves({'w': (4, 4)}))
+    for hook in hooks.values():
+        start(hook, Leaves({'w': (4, 4)}), places=places)
     return {name: hook.is_node_aware for name, hook in hooks.items()}
 
 

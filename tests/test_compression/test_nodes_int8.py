@@ -12,8 +12,8 @@ from tests.test_compression.helpers import (
     Leaves,
     assert_same_bits,
     average,
+    count_groups,
     draw,
-    launched_on,
     start,
 )
 
@@ -60,21 +60,16 @@ def relative_error(mean, exact):
 def flat_and_by_nodes(rank, places, gradients, steps):
     """Averages of two hooks without and with nodes, and with feedback."""
     results, kept = [], 0
-    with launched_on(places):
-        for knobs in (
-            {'node_aware': False},
-            {},
-            {'use_error_feedback': True},
-        ):
-            hook = Int8(**knobs)
-            ddp = start(hook, Leaves({'w': LARGE}))
-            times = steps if hook._feedback else 1
-            total = torch.zeros(LARGE, dtype=torch.float64)
-            for _ in range(times):
-                total += average(ddp, [gradients(rank)])[0]
-            results.append(total / times)
-            hook.close()
-            kept += hook.is_node_aware
+    for knobs in ({'node_aware': False}, {}, {'use_error_feedback': True}):
+        hook = Int8(**knobs)
+        ddp = start(hook, Leaves({'w': LARGE}), places=places)
+        times = steps if hook._feedback else 1
+        total = torch.zeros(LARGE, dtype=torch.float64)
+        for _ in range(times):
+            total += average(ddp, [gradients(rank)])[0]
+        results.append(total / times)
+        hook.close()
+        kept += hook.is_node_aware
     assert kept == 2
     return results
 
@@ -122,23 +117,20 @@ KNOBS = {'use_error_feedback': True, 'stochastic_rounding': True}
 
 def exchange(rank, places=None, **knobs):
     """Averages, state, whether by nodes; groups and threads made."""
-    groups, threads = (
-        len(dist.distributed_c10d._world.pg_map),
-        set(threading.enumerate()),
-    )
+    groups, threads = count_groups(), set(threading.enumerate())
     hook = Int8(**KNOBS, **knobs)
-    with launched_on(places or [0] * dist.get_world_size()):
-        ddp = start(hook, Leaves(SHAPES))
+    places = places or [0] * dist.get_world_size()
+    ddp = start(hook, Leaves(SHAPES), places=places)
     means = [
         average(ddp, draw(rank, step, SHAPES.values())) for step in range(3)
     ]
     made = (
-        len(dist.distributed_c10d._world.pg_map) - groups,
+        count_groups() - groups,
         sorted(t.name for t in set(threading.enumerate()) - threads),
     )
     state = hook.state_dict()
     hook.close()
-    assert len(dist.distributed_c10d._world.pg_map) == groups
+    assert count_groups() == groups
     assert set(threading.enumerate()) == threads
     return means, state, hook.is_node_aware, made
 
@@ -204,8 +196,7 @@ EVEN = (64, 512)  # 128 blocks
 
 def memory_of(rank, places):
     hook = Int8(use_error_feedback=True)
-    with launched_on(places):
-        ddp = start(hook, Leaves({'w': EVEN, 'v': EVEN}))
+    ddp = start(hook, Leaves({'w': EVEN, 'v': EVEN}), places=places)
     for step in range(3):
         average(ddp, draw(rank, step, [EVEN, EVEN]))
     hook.settle()
@@ -236,8 +227,7 @@ def stochastic(rank, places, steps):
     runs = []
     for seed in (0, 0, 1):
         hook = Int8(stochastic_rounding=True, random_seed=seed)
-        with launched_on(places):
-            ddp = start(hook, Leaves({'p': (1000,)}))
+        ddp = start(hook, Leaves({'p': (1000,)}), places=places)
         local = draw(rank, 0, [(1000,)])
         times = steps if not runs else 2
         runs.append([average(ddp, local)[0] for _ in range(times)])
@@ -268,9 +258,8 @@ def test_stochastic_rounding_is_unbiased_and_reproducible():
 
 
 def average_the_largest(rank):
-    with launched_on([0, 0, 1, 1]):
-        ddp = start(Int8(), Leaves({'w': (1000,)}))
-        return average(ddp, [torch.full((1000,), 3e38)])
+    ddp = start(Int8(), Leaves({'w': (1000,)}), places=[0, 0, 1, 1])
+    return average(ddp, [torch.full((1000,), 3e38)])
 
 
 def test_sums_within_a_node_do_not_overflow():

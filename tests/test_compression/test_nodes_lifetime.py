@@ -11,10 +11,14 @@ import torch.distributed as dist
 
 from mmcv_custom.compression import Int8
 from mmcv_custom.compression.groups import ENDS_GROUPS
-from mmcv_custom.contract import adapt_hook
 from tests import toy
 from tests.ranks import run_ranks
-from tests.test_compression.helpers import BY_NODES, launched_on, start
+from tests.test_compression.helpers import (
+    BY_NODES,
+    count_groups,
+    start,
+    start_group,
+)
 from tests.test_tools.scripts import REPO, run
 
 SQUARE = [0, 1, 0, 1]
@@ -23,14 +27,9 @@ AWARE = {'node_aware': True}
 MADE = {'int8': 4, 'fp16_scaled': 3, 'allreduce': 3}
 
 
-def groups():
-    return len(dist.distributed_c10d._world.pg_map)
-
-
 def train(rank, method, wrapper=None):
     hook = BY_NODES[method](**AWARE)
-    with launched_on(SQUARE):
-        ddp = start(hook, None, wrapper)
+    ddp = start(hook, None, wrapper, places=SQUARE)
     for step in range(3):
         toy.train_step(ddp, rank, step)
     return ddp, hook
@@ -44,26 +43,25 @@ def end_in_every_way(rank):
             ddp, hook = None, None
             if way == 'unused':
                 hook = BY_NODES[method](**AWARE)
-                with launched_on(SQUARE):
-                    ddp = start(hook, None)
+                ddp = start(hook, None, places=SQUARE)
                 assert set(threading.enumerate()) == alive
             else:
                 ddp, hook = train(
                     rank, method, 'fp16' if way == 'collect wrapped' else None
                 )
                 assert len(threading.enumerate()) == len(alive) + made
-            assert groups() == 1 + made
+            assert count_groups() == 1 + made
             if way == 'close':
                 hook.close()
                 hook.close()
-                assert groups() == 1
+                assert count_groups() == 1
                 with pytest.raises(RuntimeError, match='is closed'):
                     toy.train_step(ddp, rank)
             del ddp, hook
             gc.collect()
             # Before the default group ends, and without it.
             assert set(threading.enumerate()) == alive, (method, way)
-            assert groups() == 1
+            assert count_groups() == 1
     return True
 
 
@@ -76,13 +74,7 @@ def test_nothing_outlives_model_and_hook():
 
 def end_the_group_first(rank, folder):
     for i, method in enumerate(MADE):
-        dist.init_process_group(
-            'gloo',
-            init_method=f'file://{folder}/{i}',
-            rank=rank,
-            world_size=4,
-            timeout=timedelta(seconds=30),
-        )
+        start_group(rank, f'{folder}/{i}', world_size=4)
         rest = train(rank, method)
         dist.barrier()
         dist.destroy_process_group()
@@ -107,18 +99,10 @@ class Fails(Int8):
 
 
 def fail(rank, folder, at):
-    dist.init_process_group(
-        'gloo',
-        init_method=f'file://{folder}/group',
-        rank=rank,
-        world_size=4,
-        timeout=timedelta(seconds=5),
-    )
+    start_group(rank, f'{folder}/group', world_size=4, timeout_s=5)
     hook = Fails()
     hook.at = at
-    with launched_on(SQUARE):
-        ddp = toy.make_ddp()
-        ddp.register_comm_hook(None, adapt_hook(hook.bind(ddp)))
+    ddp = start(hook, None, places=SQUARE)
     toy.train_step(ddp, rank, 0)
     # On the caller's thread as it is, else through the future.
     error = ZeroDivisionError if rank == 2 and at == 0 else RuntimeError

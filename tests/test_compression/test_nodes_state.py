@@ -179,8 +179,7 @@ def following(rank, places, factor):
     results = []
     for method, knobs in CASES.items():
         hook = BY_NODES[method](**knobs)
-        with launched_on(places):
-            ddp = start(hook, Leaves(SHAPES))
+        ddp = start(hook, Leaves(SHAPES), places=places)
         for step in range(5):
             scale = factor if step >= 2 else 1.0
             hook.follow_loss_scale(scale)
@@ -228,8 +227,9 @@ def uses(rank, step):
 def choose(rank):
     """As ``trace``; what is not used has a local gradient of zero."""
     hook = Int8(**INT8)
-    with launched_on(SQUARE):
-        ddp = start(hook, Chosen(SHAPES), find_unused_parameters=True)
+    ddp = start(
+        hook, Chosen(SHAPES), places=SQUARE, find_unused_parameters=True
+    )
     before, traced = copy.deepcopy(hook.state_dict()), []
     for step in range(5):
         local, used = usual(rank, step), uses(rank, step)

@@ -16,7 +16,6 @@ from tests.test_compression.helpers import (
     Leaves,
     average,
     draw,
-    launched_on,
     record_collectives,
     start,
 )
@@ -55,7 +54,7 @@ def soak(rank, method, wrapper, steps, places=None):
             time.sleep(sleeps.uniform(0, 2e-3))
 
     compressor = make(method, places)
-    ddp = start_on(places, compressor, wrapper)
+    ddp = start(compressor, Leaves(SHAPES), wrapper, places)
     checksum, means = 0, []
     with record_collectives() as calls:
         for step in range(steps):
@@ -70,7 +69,7 @@ def soak(rank, method, wrapper, steps, places=None):
     options = {}
     if method == 'int8' or dist.get_world_size() == 2:
         options['bucket_cap_mb'] = 25
-    serial_ddp = start_on(places, serial, wrapper, **options)
+    serial_ddp = start(serial, Leaves(SHAPES), wrapper, places, **options)
     for step in range(steps):
         local = draw(rank, step, SHAPES.values())
         for ours, theirs in zip(
@@ -92,13 +91,6 @@ def make(method, places):
     if places is not None:
         knobs['node_aware'] = True
     return METHODS[method](**knobs)
-
-
-def start_on(places, compressor, *args, **options):
-    if places is None:
-        return start(compressor, Leaves(SHAPES), *args, **options)
-    with launched_on(places):
-        return start(compressor, Leaves(SHAPES), *args, **options)
 
 
 def run_serially():
