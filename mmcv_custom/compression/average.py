@@ -87,7 +87,7 @@ class AllReduce(Exchange):
         bucket_dtype: torch.dtype | None = None,
     ) -> list[Traffic]:
         """As in the base class."""
-        shares, traffic = self._shares_in(topology), []
+        shares, traffic = self._share_in(topology).count, []
         for own, numel in numel_by_dtype(parameters).items():
             handed = narrowed(own, bucket_dtype)
             wire = narrowed(handed, self._dtype)
@@ -100,7 +100,7 @@ class AllReduce(Exchange):
         sums = yield from reduce_by_nodes(
             buffer.div_(self.topology.size),
             narrowed(buffer.dtype, self._dtype),
-            self._shares,
+            self._share.count,
         )
         buffer.copy_(sums)
 

@@ -14,6 +14,7 @@ from ..profiling import named_stages
 from .collective import Collective, Sent, Traffic, all_reduce
 from .knobs import check_knob
 from .pipeline import Pipeline
+from .share import Share
 from .topology import Scope, Topology, find_topology
 from .training import Training
 
@@ -69,7 +70,7 @@ class Exchange(ABC):
         self.topology = _UNBOUND
         self._device_type = 'cpu'  # until it is bound
         self._is_part = False  # of the world
-        self._shares = 1
+        self._share = Share()
 
     def bind(self, ddp: DistributedDataParallel) -> 'Exchange':
         """Take the process group and the parameters of a wrapped model, once.
@@ -92,8 +93,8 @@ class Exchange(ABC):
             group, device, None if self._is_part else self._ranks_per_node
         )
         stages: Sequence[Scope] = ['all'] * self.collectives
-        self._shares = self._shares_in(topology)
-        if self._shares > 1:
+        self._share = self._share_in(topology, group.rank())
+        if self.is_node_aware:
             stages = self.node_stages
         self._pipeline = Pipeline(group, device, topology, stages)
         self._parameters, self.topology = parameters, topology
@@ -143,7 +144,7 @@ class Exchange(ABC):
     @property
     def is_node_aware(self) -> bool:
         """Whether the bound exchange sums within the machines first."""
-        return self._shares > 1
+        return not self._share.is_whole
 
     def probes(self, size: int, device: torch.device) -> list[Collective]:
         """Return small collectives that the backend has to be able to run."""
@@ -217,7 +218,7 @@ class Exchange(ABC):
             '_names': {},
             'topology': _UNBOUND,
             '_is_part': False,
-            '_shares': 1,
+            '_share': Share(),
         }
 
     def _prepare(self, ddp: DistributedDataParallel) -> None:
@@ -234,42 +235,14 @@ class Exchange(ABC):
     def _sent(self) -> Sent:
         return self._pipeline.sent if self._pipeline else Sent()
 
-    def _shares_in(self, topology: Topology) -> int:
-        """By how many ranks of a node a bucket is shared out.
-
-        1 if nothing is summed within the nodes.
-        """
+    def _share_in(self, topology: Topology, rank: int = 0) -> Share:
+        """Return what a rank would average in a topology."""
         # The groups of nodes need all ranks of the world.
-        if self._wants_nodes and topology.is_grid and not self._is_part:
-            return len(topology.nodes[0])
-        return 1
+        by_nodes = topology.is_grid and not self._is_part
+        return Share.of(topology, rank, by_nodes and self._wants_nodes)
 
     @property
     def _wants_nodes(self) -> bool:
         if self._node_aware is None:
             return self._device_type in self._node_aware_on
         return self._node_aware
-
-    @property
-    def _own_share(self) -> int:
-        """The number of this rank's share in its node."""
-        if self._shares == 1:
-            return 0
-        rank = self.pipeline.rank
-        return self.topology.node_of(rank).index(rank)
-
-    @property
-    def _scope(self) -> Scope:
-        """Between whom this rank's share is exchanged."""
-        return 'all' if self._shares == 1 else 'peers'
-
-    @property
-    def _nodes(self) -> tuple[tuple[int, ...], ...]:
-        """Those whose ranks share out a bucket; none if nothing is summed."""
-        return self.topology.nodes if self._shares > 1 else ()
-
-    def _number_and_size(self) -> tuple[int, int]:
-        """This rank's number among those that average, and their number."""
-        rank = self.pipeline.rank
-        members = self.topology.members(self._scope, rank)
-        return members.index(rank), len(members)

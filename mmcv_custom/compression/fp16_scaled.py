@@ -69,7 +69,7 @@ class ScaledFP16(Compressor):
         bucket_dtype: torch.dtype | None,
     ) -> list[Traffic]:
         numel = sum(p.numel() for p in parameters)
-        shares = self._shares_in(topology)
+        shares = self._share_in(topology).count
         return sum_traffic(numel, torch.float32, torch.float16, shares)
 
     def _stages(
@@ -111,12 +111,11 @@ class ScaledFP16(Compressor):
             scales: Of each.
         """
         pairs = list(zip(scales, values.split(lengths), strict=True))
-        if self._shares > 1:
+        if self.is_node_aware:
             for scale, flat in pairs:
                 flat.mul_(scale / self.topology.size)
-            return (
-                yield from reduce_by_nodes(values, torch.float16, self._shares)
-            )
+            shares = self._share.count
+            return (yield from reduce_by_nodes(values, torch.float16, shares))
         wire = torch.empty_like(values, dtype=torch.float16)
         for (scale, flat), sent in zip(
             pairs, wire.split(lengths), strict=True

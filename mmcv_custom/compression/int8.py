@@ -102,17 +102,18 @@ class Int8(Compressor):
         return super().__getstate__() | {'_plans': None}
 
     def _error_like(self, name: str) -> torch.Tensor:
-        if self._shares == 1:
+        share = self._share
+        if share.is_whole:
             return super()._error_like(name)
         assert self._plans is not None  # it is bound
         span = self._plans.spans[name]
-        count = span.share(self._own_share, self._shares).count
+        count = span.share(share.index, share.count).count
         parameter = self._parameters[name]
         return parameter.new_empty((count, BLOCK), dtype=torch.float32)
 
     def memory_bytes(self) -> int:
         """As in the base class; the ranks of a node share it out."""
-        return super().memory_bytes() // self._shares
+        return super().memory_bytes() // self._share.count
 
     def probes(self, size: int, device: torch.device) -> list[Collective]:
         """As in the base class."""
@@ -141,26 +142,26 @@ class Int8(Compressor):
         self, parameters: Mapping[str, torch.Tensor], topology: Topology
     ) -> Plans:
         device = next(iter(parameters.values())).device
-        shares = self._shares_in(topology)
+        share = self._share_in(topology)
         return Plans(
             {name: num_blocks(p) for name, p in parameters.items()},
-            topology.size // shares,
-            shares,
+            share.size,
+            share.count,
             chunk_of(device),
             device,
         )
 
     def state_dict(self) -> dict[str, Any]:
         """As in the base class; the error memory belongs to the topology."""
-        return super().state_dict() | {'nodes': self._nodes}
+        return super().state_dict() | {'nodes': self._share.nodes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As in the base class."""
         nodes = tuple(map(tuple, state.get('nodes', ())))
-        if state['tensors'] and nodes != self._nodes:
+        if state['tensors'] and nodes != self._share.nodes:
             raise ValueError(
                 'its error memory is of ranks that share machines like '
-                f'{nodes or "none"}, not like {self._nodes or "none"}'
+                f'{nodes or "none"}, not like {self._share.nodes or "none"}'
             )
         super().load_state_dict(state)
 
@@ -169,26 +170,22 @@ class Int8(Compressor):
     ) -> Iterator[Collective]:
         assert self._plans is not None  # it is bound
         plan = self._plans.of([gradient.name for gradient in gradients])
-        own_plan, own = plan.shares[self._own_share], gradients
-        if self._shares > 1:
-            own = yield from average_shares(
-                gradients, plan, self._own_share, self._node_dtype
-            )
+        share, dtype = self._share, self._node_dtype
+        own_plan = plan.shares[share.index]
+        own = yield from average_shares(gradients, plan, share.index, dtype)
         inputs = [self._input(gradient) for gradient in own]
         records = self._encode(own, inputs, own_plan)
         # Indexing takes ten times as long.
         outgoing = records.index_select(0, own_plan.by_owner.flatten())
         outgoing = outgoing.view(*own_plan.by_owner.shape, RECORD)
         incoming = torch.empty_like(outgoing)
-        yield all_to_all(incoming, outgoing, self._scope)
+        yield all_to_all(incoming, outgoing, share.scope)
 
         averages = self._averages(incoming, own, inputs, own_plan)
         gathered = incoming  # of the same shape, and read already
-        yield all_gather(gathered, averages, self._scope)
-        if self._shares > 1:
-            gathered = yield from gather_parts(
-                gathered.view(1, -1, RECORD), self._shares
-            )
+        yield all_gather(gathered, averages, share.scope)
+        part = gathered.view(1, -1, RECORD)
+        gathered = yield from gather_parts(part, share.count)
 
         gathered = gathered.view(-1, RECORD)
         self._check(gradients, magnitude(scales_of(gathered)))
@@ -265,7 +262,7 @@ class Int8(Compressor):
         They are this rank's error memory; and it has averaged these blocks.
         """
         # One rank keeps it, and the next average divides it by their number.
-        own = self._number_and_size()
+        own = self._share.number, self._share.size
         rests = rests.mul_(own[1])
         for values, span in zip(inputs, plan.spans, strict=True):
             count = span.share(*own).count
@@ -286,7 +283,7 @@ class Int8(Compressor):
         self, gradients: list[Gradient], plan: Plan
     ) -> Sequence[torch.Tensor | None]:
         """Return what to round the averages by, for each piece."""
-        own = self._number_and_size()
+        own = self._share.number, self._share.size
         noise = [
             self._noise(gradient, 'mean', span.share(*own).count)
             for gradient, span in zip(gradients, plan.spans, strict=True)

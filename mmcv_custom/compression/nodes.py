@@ -65,6 +65,8 @@ def average_shares(
 ) -> Generator[Collective, None, list[Gradient]]:
     """Average within a node the blocks that fall to this rank.
 
+    That is all of them, as they are, where a bucket has one share.
+
     Args:
         gradients: Of a bucket.
         plan: Of its blocks.
@@ -76,6 +78,8 @@ def average_shares(
         a parameter's last block is filled up with zeros.
     """
     size = len(plan.shares)
+    if size == 1:
+        return [*gradients]
     outgoing = gradients[0].flat.new_empty(
         (1, size, plan.longest_share, BLOCK), dtype=dtype
     )
@@ -124,6 +128,8 @@ def gather_parts(
 ) -> Generator[Collective, None, torch.Tensor]:
     """Collect what the ranks of a node have got, in their order.
 
+    Where a bucket has one share, there is nothing to collect.
+
     Args:
         part: Shape (1, length, ...), the same on each.
         shares: How many ranks a node has.
@@ -131,6 +137,8 @@ def gather_parts(
     Returns:
         Shape (shares, length, ...).
     """
+    if shares == 1:
+        return part
     whole = part.new_empty((1, shares, *part.shape[1:]))
     yield all_gather(whole, part, 'node')
     return whole[0]

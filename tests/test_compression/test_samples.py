@@ -6,6 +6,7 @@ from torch.profiler import profile
 
 from mmcv_custom.compression import BF16, FP16, AllReduce, Int8, PowerSGD
 from mmcv_custom.compression.average import _count_lost
+from mmcv_custom.compression.share import Share
 from mmcv_custom.contract import adapt_hook
 from tests.ranks import run_ranks
 from tests.test_compression.helpers import Leaves, average, draw, start
@@ -41,7 +42,7 @@ def test_share_that_a_cast_loses():
     assert not hasattr(AllReduce(), 'sample_names')
     assert not hasattr(BF16(), 'sample_names')
     hook = FP16(node_aware=True)
-    hook._shares = 2
+    hook._share = Share(count=2)
     assert hook.sample_names == ()
 
 
