@@ -39,6 +39,7 @@ class AllReduce(Exchange):
         ranks_per_node: As in the base class.
     """
 
+    collectives = 0  # the function issues its own
     node_stages = NODE_STAGES
     function = staticmethod(allreduce_hook)
     _dtype: torch.dtype | None = None  # of wide gradients, on the wire
@@ -63,14 +64,14 @@ class AllReduce(Exchange):
         """
         if self.is_node_aware:
             return super().__call__(state, bucket)
-        if self._pipeline is None:
+        if self._group is None:
             return self.function(state, bucket)
-        future = self.function(self.pipeline.group, bucket)
+        future = self.function(self._group, bucket)
         # By the buffer's dtype, not the parameters': a wrapper may cast it.
         buffer = bucket.buffer()
         wire = narrowed(buffer.dtype, self._dtype)
         for traffic in sum_traffic(buffer.numel(), buffer.dtype, wire):
-            self._counted += traffic.sent(self.topology, self.pipeline.rank)
+            self._counted += traffic.sent(self.topology, self._group.rank())
         return future
 
     def __getstate__(self) -> dict[str, Any]:

@@ -81,8 +81,8 @@ class Compressor(SampledFeedback, Exchange):
             try:
                 self.load_state_dict(self.state_dict())
             except ValueError:
-                self.pipeline.close()
-                self._pipeline = None
+                self.close()
+                self._group = self._pipeline = None
                 raise
         return self
 
@@ -91,7 +91,7 @@ class Compressor(SampledFeedback, Exchange):
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
         """As in the base class; ends the step before, if nobody has."""
-        is_bound = self._pipeline is not None
+        is_bound = self._group is not None
         if is_bound and self._record.has_any(bucket.parameters()):
             self.settle()
         future = super().__call__(state, bucket)

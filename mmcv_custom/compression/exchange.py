@@ -47,7 +47,8 @@ class Exchange(ABC):
         TypeError, ValueError: For a knob of another type or out of range.
     """
 
-    collectives = 1  # that a bucket has at most, one after the other
+    # That the pipeline issues for a bucket, one after the other, at most.
+    collectives = 1
     # Between whom they run, if the method knows the nodes.
     node_stages: Sequence[Scope] = ()
     # On which kinds of device it does so without being told.
@@ -64,11 +65,12 @@ class Exchange(ABC):
             check_knob('ranks_per_node', ranks_per_node, 1)
         self._node_aware = node_aware
         self._ranks_per_node = ranks_per_node
+        self._group: dist.ProcessGroup | None = None  # until it is bound
         self._pipeline: Pipeline | None = None
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._names: dict[int, str] = {}
         self.topology = _UNBOUND
-        self._device_type = 'cpu'  # until it is bound
+        self._device_type = 'cpu'
         self._is_part = False  # of the world
         self._share = Share()
 
@@ -82,7 +84,7 @@ class Exchange(ABC):
             RuntimeError: If it is bound already.
             ValueError: If ``ranks_per_node`` does not divide the ranks.
         """
-        if self._pipeline is not None:
+        if self._group is not None:
             raise RuntimeError(f'{type(self).__name__} is bound already')
         group = ddp.process_group
         parameters = reduced_parameters(ddp)
@@ -96,8 +98,10 @@ class Exchange(ABC):
         self._share = self._share_in(topology, group.rank())
         if self.is_node_aware:
             stages = self.node_stages
-        self._pipeline = Pipeline(group, device, topology, stages)
-        self._parameters, self.topology = parameters, topology
+        if stages:
+            self._pipeline = Pipeline(group, device, topology, stages)
+        self._group, self.topology = group, topology
+        self._parameters = parameters
         self._names = {id(p): name for name, p in parameters.items()}
         self._prepare(ddp)
         return self
@@ -123,11 +127,22 @@ class Exchange(ABC):
         return pipeline.start(stages, buffer)
 
     @property
-    def pipeline(self) -> Pipeline:
+    def group(self) -> dist.ProcessGroup:
         """Of the bound model."""
-        if self._pipeline is None:
+        if self._group is None:
             raise RuntimeError(
                 f'{type(self).__name__}: call bind(ddp) before registering'
+            )
+        return self._group
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Of the bound model, if its buckets are exchanged in stages."""
+        size = self.group.size()
+        if self._pipeline is None:
+            raise RuntimeError(
+                f'{type(self).__name__} averages over {size} ranks in one '
+                'collective, without a pipeline'
             )
         return self._pipeline
 
@@ -162,7 +177,7 @@ class Exchange(ABC):
         Args:
             bucket_dtype: What a wrapper casts wider buckets to.
         """
-        rank = self.pipeline.group.rank()
+        rank = self.group.rank()
         traffic = self.traffic(
             list(self._parameters.values()), self.topology, bucket_dtype
         )
@@ -213,6 +228,7 @@ class Exchange(ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are not bound."""
         return self.__dict__ | {
+            '_group': None,
             '_pipeline': None,
             '_parameters': {},
             '_names': {},

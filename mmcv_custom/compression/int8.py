@@ -275,7 +275,7 @@ class Int8(Compressor):
         """Return what to round so many blocks by."""
         if not self._stochastic:
             return None
-        name = f'{gradient.name} {use} {self.pipeline.rank} {self.step}'
+        name = f'{gradient.name} {use} {self.group.rank()} {self.step}'
         device = gradient.flat.device
         return noise_for(named_generator(self._seed, name, device), num_blocks)
 

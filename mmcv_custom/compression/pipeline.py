@@ -65,7 +65,6 @@ class Pipeline:
         topology: Topology,
         stages: Sequence[Scope],
     ) -> None:
-        self.group = group
         self._stream = None
         self._one_by_one = False
         self._line = _Line(topology, group.rank())
@@ -81,11 +80,6 @@ class Pipeline:
         if self._line.made and device.type == 'cpu':
             dist.barrier(group)  # nobody ends them while others still connect
         self._finalizer = weakref.finalize(self, _close, self._line)
-
-    @property
-    def rank(self) -> int:
-        """Of this process in the group."""
-        return self.group.rank()
 
     @property
     def sent(self) -> Sent:

@@ -15,8 +15,9 @@ from mmcv_custom.compression import Int8
 from mmcv_custom.compression.groups import ENDS_GROUPS
 from mmcv_custom.contract import adapt_hook
 from tests import toy
-from tests.ranks import run_ranks
+from tests.ranks import gloo_reduces, run_ranks
 from tests.test_compression.helpers import (
+    BY_NODES,
     KNOBS,
     METHODS,
     Leaves,
@@ -270,3 +271,33 @@ def share_nothing(rank):
 
 def test_a_copy_shares_no_memory():
     run_ranks(share_nothing)
+
+
+def average_in_one_collective(rank, methods):
+    alive = set(threading.enumerate())
+    for method in methods:
+        hook = BY_NODES[method]()
+        with pytest.raises(RuntimeError, match=r'call bind\(ddp\) before'):
+            hook.pipeline  # noqa: B018 (it raises)
+        ddp = start(hook, None)
+        with pytest.raises(RuntimeError, match='is bound already'):
+            hook.bind(ddp)
+        for step in range(2):
+            toy.train_step(ddp, rank, step)
+        assert set(threading.enumerate()) == alive
+        assert count_groups() == 1
+        with pytest.raises(RuntimeError, match='2 ranks in one collective'):
+            hook.pipeline  # noqa: B018
+        a_step = hook.step_bytes().rank
+        assert hook.sent_bytes == 2 * a_step > 0
+        hook.close()
+        toy.train_step(ddp, rank, 2)  # there was nothing to end
+        assert hook.sent_bytes == 3 * a_step
+    return True
+
+
+def test_plain_averages_start_no_pipeline():
+    methods = ['allreduce', 'fp16']
+    if gloo_reduces(torch.bfloat16):
+        methods.append('bf16')
+    assert run_ranks(average_in_one_collective, methods) == [True] * 2
