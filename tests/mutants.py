@@ -94,6 +94,13 @@ COMPRESSORS = [
         ('test_compression/test_int8.py::test_feedback_loses_nothing',),
     ),
     Mutant(
+        'all ranks round by the same noise',
+        'compression/int8.py',
+        '{use} {self.group.rank()} {self.step}',
+        '{use} {self.step}',
+        ('test_compression/test_noise.py',),
+    ),
+    Mutant(
         'basis from local factors, not from averaged ones',
         'compression/powersgd.py',
         'basis.next(common)',
