@@ -18,13 +18,10 @@ from .collective import (
 from .exchange import Exchange
 from .gradient import narrowed
 from .nodes import NODE_STAGES, reduce_by_nodes
+from .sampled_cast import SampledCast
 from .topology import Topology
 
 __all__ = ['BF16', 'FP16', 'AllReduce']
-
-# About so many values of a bucket tell what a cast loses: all of them would
-# take ten times as long as the cast.
-_MOST_LOOKED_AT = 2**18
 
 
 class AllReduce(Exchange):
@@ -43,6 +40,7 @@ class AllReduce(Exchange):
     node_stages = NODE_STAGES
     function = staticmethod(allreduce_hook)
     _dtype: torch.dtype | None = None  # of wide gradients, on the wire
+    _cast: SampledCast | None = None  # sees what is cast
 
     def __init__(
         self,
@@ -102,6 +100,7 @@ class AllReduce(Exchange):
             buffer.div_(self.topology.size),
             narrowed(buffer.dtype, self._dtype),
             self._share.count,
+            self._cast.look if self._cast else None,
         )
         buffer.copy_(sums)
 
@@ -110,36 +109,36 @@ class FP16(AllReduce):
     """``fp16_compress_hook``, which counts what it sends.
 
     A sampled step tells the share of values, ``lost_share``, that its cast
-    turned into 0 or Inf; not with ``node_aware``, where it casts sums.
+    turned into 0 or Inf. By nodes, it is that of the sums that this rank
+    casts.
     """
 
     function = staticmethod(fp16_compress_hook)
     _node_aware_on = ('cpu',)
     _dtype = torch.float16
-    _lost: list[torch.Tensor] | None = None  # of a sampled step, by bucket
+    sample_names = SampledCast.sample_names
 
-    @property
-    def sample_names(self) -> Sequence[str]:
-        """What a sampled step tells; alike on all ranks once it is bound."""
-        return () if self.is_node_aware else ('lost_share',)
+    def __init__(
+        self,
+        node_aware: bool | None = None,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        super().__init__(node_aware, ranks_per_node)
+        self._cast: SampledCast = SampledCast(self._dtype)
 
     def begin_sample(self) -> None:
         """Look more closely at the next step."""
-        self._lost = []
+        self._cast.begin_sample()
 
     def end_sample(self) -> dict[str, float]:
         """End that step, whose backward pass is over; return what it told."""
-        counts, self._lost = self._lost, None
-        if not counts:
-            return {}
-        lost, numel = torch.stack(counts).sum(0).tolist()
-        return {'lost_share': lost / numel} if numel else {}
+        return self._cast.end_sample()
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
         """As in the base class."""
-        if self._lost is not None:
+        if not self.is_node_aware:
             buffer = dense_buffer('fp16_compress_hook', bucket)
-            self._lost.append(_count_lost(buffer, self._dtype))
+            self._cast.look([buffer])
         return super().__call__(state, bucket)
 
 
@@ -149,23 +148,3 @@ class BF16(AllReduce):
     function = staticmethod(bf16_compress_hook)
     _node_aware_on = ('cpu',)
     _dtype = torch.bfloat16
-
-
-def _count_lost(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Estimate how many values a cast turns into 0 or Inf.
-
-    Args:
-        values: Shape (numel,).
-        dtype: Of 16 bits.
-
-    Returns:
-        How many do, and of how many; float64, shape (2,).
-    """
-    # Odd, so as not to look at the same columns of a matrix all the time.
-    step = values.numel() // _MOST_LOOKED_AT | 1
-    looked_at = values[::step]
-    cast = looked_at.to(narrowed(values.dtype, dtype))
-    lost = (cast == 0) != (looked_at == 0)
-    lost |= cast.isinf() != looked_at.isinf()
-    share = lost.mean(dtype=torch.float64)
-    return torch.stack([share, torch.ones_like(share)]) * values.numel()

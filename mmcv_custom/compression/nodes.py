@@ -5,7 +5,7 @@ those that have the same part on the other nodes, and hands the result to the
 others of its node.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch.nn.functional import pad
@@ -29,7 +29,10 @@ NODE_STAGES: Sequence[Scope] = ('node', 'peers', 'node')
 
 
 def reduce_by_nodes(
-    values: torch.Tensor, dtype: torch.dtype, shares: int
+    values: torch.Tensor,
+    dtype: torch.dtype,
+    shares: int,
+    look: Callable[[Sequence[torch.Tensor]], None] | None = None,
 ) -> Generator[Collective, None, torch.Tensor]:
     """Sum over all ranks, in ``dtype`` between the nodes.
 
@@ -37,6 +40,8 @@ def reduce_by_nodes(
         values: Shape (numel,). 16 bits are summed in float32 within a node.
         dtype: What the sums of the nodes are cast to.
         shares: How many ranks a node has.
+        look: Called with the summands of this rank's share, each of shape
+            (numel / shares,), before their sum is cast.
 
     Returns:
         The sums, shape (numel,), of that dtype.
@@ -47,6 +52,8 @@ def reduce_by_nodes(
     parts = values.view(1, shares, -1)
     received = torch.empty_like(parts)
     yield all_to_all(received, parts, 'node')
+    if look is not None:
+        look([*received[0]])
     wire = received.new_empty(received.shape[2], dtype=dtype)
     for sent, *summands in zip(
         chunks(wire), *map(chunks, received[0]), strict=True

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..compression.sampled_cast import SampledCast
 from ..contract import Future, adapt_hook
 from ..ddp_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from .hook_names import alternatives, find_hook, normalize_name
@@ -41,6 +42,8 @@ class CommHook:
         state: The first argument of each call of the hook.
         hook: Called as ``hook(state, bucket)``; DDP accepts it as it is.
         instance: The instance behind ``hook`` where it is of a class.
+        cast: Tells what a wrapper's cast to float16 loses, where there is
+            one.
     """
 
     spec: 'HookSpec'
@@ -48,6 +51,7 @@ class CommHook:
     state: Any
     hook: Callable[[Any, dist.GradBucket], Future]
     instance: Any = None
+    cast: SampledCast | None = None
 
 
 @dataclass(frozen=True)
@@ -153,11 +157,15 @@ class HookSpec:
         ]
         if shown:
             name += f'[{", ".join(shown)}]'
-        hook = adapt_hook(hook, name)
+        hook, cast = adapt_hook(hook, name), None
         if self.wrapper is not None:
             name = f'{self.wrapper}_wrapper({name})'
-            hook = adapt_hook(_WRAPPERS[self.wrapper](hook), name)
-        return CommHook(self, name, process_group, hook, instance)
+            hook = _WRAPPERS[self.wrapper](hook)
+            if self.wrapper == 'fp16':  # bf16 has the range of float32
+                cast = SampledCast(torch.float16)
+                hook = partial(cast.call, hook)
+            hook = adapt_hook(hook, name)
+        return CommHook(self, name, process_group, hook, instance, cast)
 
 
 def normalize_comm_hook(cfg: str | dict | Callable | None) -> dict | None:

@@ -5,8 +5,7 @@ import torch
 from torch.profiler import profile
 
 from mmcv_custom.compression import BF16, FP16, AllReduce, Int8, PowerSGD
-from mmcv_custom.compression.average import _count_lost
-from mmcv_custom.compression.share import Share
+from mmcv_custom.compression.sampled_cast import _count_lost
 from mmcv_custom.contract import adapt_hook
 from tests.ranks import run_ranks
 from tests.test_compression.helpers import Leaves, average, draw, start
@@ -41,17 +40,52 @@ def test_share_that_a_cast_loses():
         assert names == ('lost_share',)
     assert not hasattr(AllReduce(), 'sample_names')
     assert not hasattr(BF16(), 'sample_names')
+
+
+def sample_sums(rank, places):
     hook = FP16(node_aware=True)
-    hook._share = Share(count=2)
-    assert hook.sample_names == ()
+    wide, narrow = torch.tensor(SUMMED[rank % 2]), torch.tensor(KEPT[1:3])
+    ddp = start(
+        hook,
+        Leaves({'wide': wide, 'narrow': narrow.half()}),
+        places=places,
+        bucket_cap_mb=25,
+    )
+    assert hook.is_node_aware
+    hook.begin_sample()
+    average(ddp, [wide, narrow.half()])
+    sample = hook.end_sample()
+    average(ddp, [wide, narrow.half()])
+    return sample, hook.end_sample(), hook.sample_names
+
+
+# Of two ranks of a node, four times what they add to its sum. Of the first
+# rank's half the first and the third are lost, of the other's nothing; and of
+# each alone, without a sum, other ones would be.
+SUMMED = [
+    [1e-9, 4e5, 2e5, 2e5, 1e-7, 1.0, 0.0, -1.0],
+    [1e-9, -4e5, 2e5, 1.0, 1e-7, 1.0, 0.0, -1.0],
+]
+
+
+def test_share_that_a_cast_of_sums_loses():
+    results = run_ranks(sample_sums, [0, 0, 1, 1], world_size=4)
+    for rank, (sample, without, names) in enumerate(results):
+        # Those of 16 bits are a bucket of their own, of which each has one.
+        expected = 0 if rank % 2 else 2 / (4 + 1)
+        assert sample['lost_share'] == expected
+        assert without == {}
+        assert names == ('lost_share',)
 
 
 def test_share_is_estimated_from_a_part_of_a_large_bucket():
     values = torch.ones(2**20 + 5)
     values[: 2**19] = 1e-9
-    lost, numel = _count_lost(values, torch.float16).tolist()
+    lost, numel = _count_lost([values], torch.float16).tolist()
     assert numel == 2**20 + 5
     assert lost == pytest.approx(2**19, abs=2 * 5)  # a step at either end
+    # A bucket without elements leaves those of the others as they are.
+    assert _count_lost([values[:0]], torch.float16).tolist() == [0, 0]
 
 
 def sample_feedback(rank, make):

@@ -15,6 +15,7 @@ from mmengine.visualization.vis_backend import BaseVisBackend
 
 from mmcv_custom.engine import CommHookRunner
 from mmcv_custom.engine.hooks import ExchangeCostHook
+from mmcv_custom.engine.spec import build_comm_hook
 from tests import user_hooks
 from tests.ranks import run_ranks
 from tests.test_compression.helpers import record_collectives
@@ -411,6 +412,17 @@ def test_what_a_hook_tells_besides(tmp_path):
         'fed back': (HOOKS['int8'], {}),
         'lost': ('fp16', {'model': Faint()}),
         'lost by nobody': ('fp16', {}),
+        **{
+            f'lost around {hook["type"]}': (
+                {**hook, 'wrapper': 'fp16'},
+                {'model': Faint()},
+            )
+            for hook in (powersgd, {'type': 'allreduce'}, HOOKS['int8'])
+        },
+        'lost by a function': (
+            {'type': 'tests.user_hooks.returns_tensor', 'wrapper': 'fp16'},
+            {'model': Faint()},
+        ),
         'accumulated': (
             HOOKS['int8'],
             {'optim_wrapper': accumulated, 'interval': 1},
@@ -428,8 +440,10 @@ def test_what_a_hook_tells_besides(tmp_path):
     assert skipped['left out'] == [0, 1, 1]
     assert skipped['fed back'] == [0, 0, 0]
     assert skipped['lost'] == [None] * 3
-    assert all(line['lost_share'] == 1 for line in lines['lost'])
-    assert all(line['lost_share'] < 1 for line in lines['lost by nobody'])
+    for name in (n for n in variants if n.startswith('lost')):
+        assert len(lines[name]) == 3
+        for line in lines[name]:
+            assert (line['lost_share'] == 1) == (name != 'lost by nobody')
     for line in lines['fed back']:
         # At most half a step of 127 is lost, of the largest value.
         assert 0 < line['error_ratio'] < 0.1
@@ -440,6 +454,12 @@ def test_what_a_hook_tells_besides(tmp_path):
     assert rest[0] == rest[1]
     assert rest[2] == rest[3]
     assert rest[0]['error_ratio'] != rest[2]['error_ratio']
+
+
+def test_only_a_cast_to_float16_is_looked_at():
+    for wrapper, looked_at in (('fp16', True), ('bf16', False), (None, False)):
+        hook = build_comm_hook({'type': 'allreduce', 'wrapper': wrapper})
+        assert (hook.cast is not None) == looked_at
 
 
 def train_without_lines(rank, work_dir):

@@ -51,9 +51,9 @@ class ExchangeCostHook(Hook):
 
     Of an instance of a hook class it uses what there is: ``sent_bytes`` with
     ``node_sent_bytes`` and ``topology``; ``skipped_steps``, with ``settle``;
-    ``sample_names`` with ``begin_sample`` and ``end_sample``; and, of one
-    that tries hooks, ``is_measuring`` and ``exchange_name``.
-    ``CommHookRunner`` registers it.
+    ``sample_names`` with ``begin_sample`` and ``end_sample``, which the cast
+    of a wrapper has, too; and, of one that tries hooks, ``is_measuring`` and
+    ``exchange_name``. ``CommHookRunner`` registers it.
 
     Args:
         comm_hook: The communication hook of the run's model; None without.
@@ -62,6 +62,11 @@ class ExchangeCostHook(Hook):
     def __init__(self, comm_hook: CommHook | None) -> None:
         self.comm_hook = comm_hook
         self.instance = comm_hook and comm_hook.instance
+        self._sampled = [
+            each
+            for each in (comm_hook and comm_hook.cast, self.instance)
+            if hasattr(each, 'begin_sample')
+        ]
         self._logger_hook: LoggerHook | None = None
         self._bytes: StepBytes | None = None
         self._steps = 0  # since the last line, also those not timed
@@ -91,7 +96,11 @@ class ExchangeCostHook(Hook):
             ddp._get_ddp_logging_data().get('comm_hook')
         ):
             self._bytes = StepBytes(ddp, self.instance)
-        self._sample_names = getattr(self.instance, 'sample_names', ())
+        self._sample_names = [
+            name
+            for each in self._sampled
+            for name in getattr(each, 'sample_names', ())
+        ]
         self._begin_interval()
 
     def before_val(self, runner) -> None:
@@ -130,13 +139,14 @@ class ExchangeCostHook(Hook):
     def _begin_interval(self) -> None:
         self._is_typical = not getattr(self.instance, 'is_measuring', False)
         self._sample = {}
-        if hasattr(self.instance, 'begin_sample'):
-            self.instance.begin_sample()
-            self._is_sampling = True
+        for each in self._sampled:
+            each.begin_sample()
+        self._is_sampling = True
 
     def _end_sample(self) -> None:
         if self._is_sampling:
-            self._sample = self.instance.end_sample()
+            for each in self._sampled:
+                self._sample |= each.end_sample()
             self._is_sampling = False
 
     def _log(self, runner) -> None:
