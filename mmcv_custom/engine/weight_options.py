@@ -1,7 +1,6 @@
 """The options of a run that name files of weights."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from mmengine.dist import all_gather_object
 from mmengine.model import is_model_wrapper
@@ -10,6 +9,7 @@ from torch import nn
 
 from ..files import check_weights
 from ..names import plain_name
+from .latest_checkpoint import latest_checkpoint, refuse_different
 
 __all__ = ['check_weight_options']
 
@@ -26,6 +26,7 @@ def check_weight_options(runner: Runner, trains: bool) -> None:
     Raises:
         FileNotFoundError, ValueError: On all ranks, if one of them lacks a
             file or it is something else; names option and file.
+        ValueError: On all ranks, if they would not resume from the same one.
         TypeError: If ``resume`` is a path.
     """
     if isinstance(runner._resume, str):
@@ -34,27 +35,29 @@ def check_weight_options(runner: Runner, trains: bool) -> None:
             'load_from names the file to resume from'
         )
     found: Exception | None = None
+    latest: str | None = None
     try:
-        options = [*_loaded(runner)]
+        latest = latest_checkpoint(runner)
     except OSError as error:
-        options, found = [], error
+        found = error
+    options = [*_loaded(runner, latest)]
     if trains:
         options += _initial(runner.model)
-    errors = all_gather_object(found or _first_error(options))
-    for rank, error in enumerate(errors):
+    told = all_gather_object(
+        (found or _first_error(options), runner.work_dir, latest)
+    )
+    for rank, (error, *_) in enumerate(told):
         if error is not None:
             raise type(error)(f'{error} (rank {rank})')
+    refuse_different([(folder, file) for _, folder, file in told])
 
 
-def _loaded(runner: Runner) -> Iterator[tuple[str, str]]:
+def _loaded(runner: Runner, latest: str | None) -> Iterator[tuple[str, str]]:
     """What MMEngine is yet to load or resume from, by option."""
-    if runner._has_loaded:
-        return
-    latest = Path(runner.work_dir, 'last_checkpoint')
-    if runner._load_from is not None:
+    if latest is not None:
+        yield f'resume=True, so {runner.work_dir}/last_checkpoint', latest
+    elif runner._load_from is not None and not runner._has_loaded:
         yield 'load_from', str(runner._load_from)
-    elif runner._resume and latest.is_file():
-        yield f'resume=True, so {latest}', latest.read_text().strip()
 
 
 def _initial(model: nn.Module) -> Iterator[tuple[str, str]]:

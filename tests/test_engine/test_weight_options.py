@@ -1,11 +1,14 @@
 """A file of weights that is not there, by the option that names it."""
 
 import re
+import shutil
 
 import pytest
 import torch
+from mmengine.hooks import Hook
 
 from mmcv_custom.engine import CommHookRunner
+from mmcv_custom.engine.latest_checkpoint import refuse_different
 from tests.ranks import run_ranks
 from tests.test_engine import toy_runner
 from tests.test_models.tiny import make_runner, segmentor_config
@@ -112,3 +115,75 @@ def lack_on_rank_1(rank, work_dir):
 def test_every_rank_is_told(tmp_path):
     text = f'load_from: {tmp_path}/1.pth is no file and no folder (rank 1)'
     assert run_ranks(lack_on_rank_1, tmp_path) == [text] * 2
+
+
+class Began(Hook):
+    """Notes at which iteration the training goes on."""
+
+    def before_train(self, runner):
+        self.at = runner.iter
+
+
+def resume_in_folders_of_their_own(rank, folder):
+    """As on machines that share none; only rank 0 saves checkpoints."""
+    mine, theirs = folder / str(rank), folder / str(1 - rank)
+    toy_runner.make_runner(mine, 'fp16', iters=2).train()
+
+    def resume(**options):
+        runner = toy_runner.make_runner(
+            mine, 'fp16', iters=4, resume=True, **options
+        )
+        began = Began()
+        runner.register_hook(began)
+        runner.train()
+        return began.at, toy_runner.parameters_of(runner)
+
+    errors = []
+    for last in (None, 'iter_1.pth'):
+        if rank == 1 and last is not None:
+            shutil.copy(theirs / 'iter_2.pth', mine / last)
+            (mine / 'last_checkpoint').write_text(str(mine / last))
+        with pytest.raises(ValueError, match=r'^resume=True') as error:
+            resume()
+        errors.append(str(error.value))
+    checkpoint = str(folder / '0/iter_2.pth')
+    named = resume(load_from=checkpoint)
+    if rank == 1:
+        shutil.copy(checkpoint, mine)
+        (mine / 'last_checkpoint').write_text(str(mine / 'iter_2.pth'))
+    else:
+        (mine / 'last_checkpoint').write_text(checkpoint)
+    torch.distributed.barrier()
+    return errors, named, resume()
+
+
+def test_ranks_resume_from_the_same_checkpoint(tmp_path):
+    results = run_ranks(resume_in_folders_of_their_own, tmp_path)
+    advice = (
+        '. Share the folder between the machines, or copy one checkpoint to '
+        'the same path on each and name it with load_from'
+    )
+    for errors, *resumed in results:
+        first = f'resume=True finds iter_2.pth in {tmp_path}/0 (rank 0); '
+        assert errors == [
+            f'{first}no last_checkpoint in {tmp_path}/1 (rank 1){advice}',
+            f'{first}iter_1.pth in {tmp_path}/1 (rank 1){advice}',
+        ]
+        for began, parameters in resumed:
+            assert began == 2
+            for ours, rank_0 in zip(parameters, results[0][1][1], strict=True):
+                assert torch.equal(ours, rank_0)
+
+
+def test_many_ranks_are_told_by_their_folders():
+    found = [('/a', '/a/iter_2.pth')] * 8 + [('/a', None), ('/b', None)] * 2
+    with pytest.raises(ValueError, match=r'^resume=True finds') as error:
+        refuse_different(found)
+    text = str(error.value).partition('. ')[0]
+    assert text == (
+        'resume=True finds iter_2.pth in /a (ranks 0-7); '
+        'no last_checkpoint in /a (ranks 8, 10); '
+        'no last_checkpoint in /b (ranks 9, 11)'
+    )
+    refuse_different([('/a', '/a/iter_2.pth'), ('/b', '/b/iter_2.pth')])
+    refuse_different([('/a', None), ('/b', None)])
