@@ -68,7 +68,7 @@ COMPRESSORS = [
     ),
     Mutant(
         'rounding of the wire is not fed back',
-        'compression/powersgd.py',
+        'compression/projection.py',
         'sent = wire.to(torch.float32, copy=True)\n',
         'sent = packed.clone()\n',
         (
@@ -78,9 +78,9 @@ COMPRESSORS = [
     ),
     Mutant(
         'residual from the mean, not from the own contribution',
-        'compression/powersgd.py',
-        'basis.subtract(values, own)',
-        'basis.subtract(values, common)',
+        'compression/projection.py',
+        'self.basis.subtract(self._values, self.own)',
+        'self.basis.subtract(self._values, self.mean)',
         (
             'test_compression/test_powersgd.py::'
             'test_equals_the_projection_in_float64',
@@ -103,8 +103,8 @@ COMPRESSORS = [
     Mutant(
         'basis from local factors, not from averaged ones',
         'compression/powersgd.py',
-        'basis.next(common)',
-        'basis.next(own)',
+        'basis.next(projection.mean))',
+        'basis.next(projection.own))',
         (
             'test_compression/test_powersgd.py::'
             'test_equals_the_projection_in_float64',

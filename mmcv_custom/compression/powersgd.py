@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from .collective import Collective, Traffic, all_reduce, sum_traffic
+from .bases import Bases
+from .collective import Collective, Traffic, sum_traffic
 from .compressor import Compressor
 from .gradient import Gradient, magnitude
 from .knobs import check_knob
-from .matrix import Basis, Matrix, Whole, aligned, orthonormal
-from .randomness import named_generator
+from .matrix import Basis, Whole, aligned
+from .projection import Projection, average
 from .topology import Topology
 from .training import Training
 from .warmup import WARMUP_END, start_step
@@ -21,7 +22,7 @@ __all__ = ['PowerSGD']
 
 
 class PowerSGD(Compressor):
-    """PowerSGD with alternating half iterations.
+    """PowerSGD, by half a power iteration in a step or by a whole one.
 
     A gradient matrix of shape (rows, columns) is sent as ``left @ right``.
     One factor is orthonormal and known to all ranks; the other is the product
@@ -30,6 +31,11 @@ class PowerSGD(Compressor):
     et al., PowerSGD, NeurIPS 2019; the alternation is that of its authors'
     later code.) Rows are the parameter's outermost dimension in memory. What
     is no matrix, or too small, travels in the same collective as it is.
+
+    A whole iteration is that of the paper: from the right factor, known in
+    every step, to the left one, and from that to the right one, which is sent
+    in a second collective. The first one's result is a basis and nothing
+    else.
 
     The math is float32. Under a cast wrapper the factors, and the tensors
     beside them, travel in 16 bits; what that loses is fed back as well.
@@ -53,12 +59,16 @@ class PowerSGD(Compressor):
         orthogonalization_epsilon: Directions whose size, relative to the
             largest of the factor, is below it are left out.
         random_seed: Of the random factors, alike on all ranks.
+        whole_iterations: Both halves of an iteration in each step, for twice
+            the bytes of matrices.
 
     Raises:
         TypeError, ValueError: For a knob of another type or out of range.
     """
 
     _counters = (*Compressor._counters, 'compressed_steps')
+    _compressed = False  # whether the step is
+    _logger: logging.Logger | None = None  # until the first that is
 
     def __init__(
         self,
@@ -69,6 +79,7 @@ class PowerSGD(Compressor):
         warm_start: bool = True,
         orthogonalization_epsilon: float = 0,
         random_seed: int = 0,
+        whole_iterations: bool = False,
     ) -> None:
         super().__init__()
         check_knob('matrix_approximation_rank', matrix_approximation_rank, 1)
@@ -85,26 +96,24 @@ class PowerSGD(Compressor):
         check_knob('warm_start', warm_start)
         check_knob('orthogonalization_epsilon', orthogonalization_epsilon, 0.0)
         check_knob('random_seed', random_seed, 0)
+        check_knob('whole_iterations', whole_iterations)
+        self.collectives = 2 if whole_iterations else 1
         self.compressed_steps = 0
         self.start_iter: int | str = start_powerSGD_iter
-        self._rank = matrix_approximation_rank
-        self._min_rate = min_compression_rate
         self._feedback = use_error_feedback
         self._warm_start = warm_start
-        self._epsilon = orthogonalization_epsilon
-        self._seed = random_seed
-        self._compressed = False
-        self._logger: logging.Logger | None = None  # until the first step
-        self._matrices: dict[str, Matrix] = {}
-        self._random_parts: dict[tuple[str, bool], torch.Tensor] = {}
+        self._whole = whole_iterations
+        self._bases = Bases(
+            matrix_approximation_rank,
+            min_compression_rate,
+            orthogonalization_epsilon,
+            random_seed,
+            mix=warm_start,
+        )
 
     def _prepare(self, ddp: DistributedDataParallel) -> None:
         super()._prepare(ddp)
-        found = {
-            name: Matrix.of(parameter, self._rank, self._min_rate)
-            for name, parameter in self._parameters.items()
-        }
-        self._matrices = {name: m for name, m in found.items() if m}
+        self._bases.find(self._parameters)
 
     def on_train_start(self, training: Training) -> None:
         """Set the start; raise ValueError without the warm-up to end."""
@@ -113,7 +122,7 @@ class PowerSGD(Compressor):
             'start_powerSGD_iter', self.start_iter, training
         )
         self._logger = training.logger
-        if not self._matrices:
+        if not self._bases.matrices:
             self._logger.warning(
                 'No gradient matrix has more than min_compression_rate times '
                 'the elements of its two factors of this rank: PowerSGD '
@@ -121,25 +130,26 @@ class PowerSGD(Compressor):
             )
 
     def memory_bytes(self) -> int:
-        """The error memory, the larger factor twice, and both random ones."""
+        """The error memory, the known factor twice, and both random ones."""
         elements = 0
         if self._warm_start:
-            for matrix in self._matrices.values():
+            for matrix in self._bases.matrices.values():
                 sides = matrix.rows, matrix.columns
-                elements += matrix.rank * (2 * max(sides) + sum(sides))
+                known = matrix.columns if self._whole else max(sides)
+                elements += matrix.rank * (2 * known + sum(sides))
         return super().memory_bytes() + 4 * elements
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {'_logger': None, '_random_parts': {}}
+        return super().__getstate__() | {'_logger': None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As in the base class."""
         bases = state.get('tensors', {}).get('basis', {})
-        is_right = _is_right_known(state.get('compressed_steps', 0))
+        is_right = self._is_right_known(state.get('compressed_steps', 0))
         for name, vectors in bases.items():
-            if name not in self._matrices:
+            if name not in self._bases.matrices:
                 continue  # the base class says so
-            matrix = self._matrices[name]
+            matrix = self._bases.matrices[name]
             expected = (matrix.rank, matrix.side(is_right))
             if tuple(vectors.shape) != expected:
                 raise ValueError(
@@ -154,56 +164,62 @@ class PowerSGD(Compressor):
         topology: Topology,
         bucket_dtype: torch.dtype | None,
     ) -> list[Traffic]:
-        numel = 0
+        numels = [0] * self.collectives
         for parameter in parameters:
-            matrix = Matrix.of(parameter, self._rank, self._min_rate)
-            part = parameter.numel()
-            if matrix is not None:  # the factors take turns
-                part = matrix.rank * (matrix.rows + matrix.columns) // 2
-            numel += aligned(part)
+            matrix = self._bases.matrix(parameter)
+            parts = [parameter.numel()]
+            if matrix is not None:
+                sides = matrix.rows, matrix.columns
+                parts = [matrix.rank * side for side in sides]
+                if not self._whole:  # the factors take turns
+                    parts = [sum(parts) // 2]
+            for stage, part in enumerate(parts):
+                numels[stage] += aligned(part)
         wire = bucket_dtype or torch.float32
-        return sum_traffic(numel, wire, wire)
+        return [t for n in numels if n for t in sum_traffic(n, wire, wire)]
 
     def _stages(
         self, buffer: torch.Tensor, gradients: list[Gradient]
     ) -> Iterator[Collective]:
         names = {gradient.name for gradient in gradients}
-        if self._is_exact() or names.isdisjoint(self._matrices):
+        if self._is_exact() or names.isdisjoint(self._bases.matrices):
             yield from self._average(buffer, gradients)
             if self._warm_start and self.step >= self._start - 1:
                 self._find_bases(gradients)
             return
         self._compressed = True
-        bases = [self._known_basis(gradient) for gradient in gradients]
-        inputs, parts = [], []
-        for gradient, basis in zip(gradients, bases, strict=True):
-            values = self._with_error(gradient)
-            part = basis.project(values)  # while the sum is in the cache
-            used = self._used(gradient)
-            inputs.append(values)
-            parts.append(part if used is None else part.mul_(used))
-        packed, lengths = torch.cat(parts), [len(part) for part in parts]
+        projections = [self._project(gradient) for gradient in gradients]
+        yield from self._average_factors(buffer, projections)
+        if self._whole:
+            matrices = []
+            for projection in projections:
+                basis = projection.basis
+                if isinstance(basis, Basis):
+                    left = basis.next(projection.mean)
+                    name = projection.gradient.name
+                    projection.project_on(self._bases.of(name, left, False))
+                    matrices.append(projection)
+            yield from self._average_factors(buffer, matrices)
+        for projection in projections:
+            self._finish(projection)
 
+    def _average_factors(
+        self, buffer: torch.Tensor, projections: list[Projection]
+    ) -> Iterator[Collective]:
+        """Run half an iteration."""
         narrow = buffer.element_size() == 2
-        wire = packed.to(buffer.dtype if narrow else torch.float32)
-        sent = wire.to(torch.float32, copy=True)
-        yield all_reduce(wire.div_(self.topology.size))
-        mean = wire.to(torch.float32)
-        self._check(gradients, magnitude(mean))
+        wire_dtype = buffer.dtype if narrow else torch.float32
+        mean = yield from average(projections, wire_dtype, self.topology.size)
+        self._check([p.gradient for p in projections], magnitude(mean))
 
-        for gradient, basis, values, own, common in zip(
-            gradients,
-            bases,
-            inputs,
-            sent.split(lengths),
-            mean.split(lengths),
-            strict=True,
-        ):
-            if self._feedback:
-                basis.subtract(values, own)
-            basis.reconstruct(common, out=gradient.flat)
-            if self._warm_start and isinstance(basis, Basis):
-                self._memory.put('basis', gradient.name, basis.next(common))
+    def _finish(self, projection: Projection) -> None:
+        """Write the average, and keep what the next step needs."""
+        if self._feedback:
+            projection.subtract()
+        projection.reconstruct()
+        basis, name = projection.basis, projection.gradient.name
+        if self._warm_start and isinstance(basis, Basis):
+            self._memory.put('basis', name, basis.next(projection.mean))
 
     @property
     def _start(self) -> int:
@@ -219,62 +235,35 @@ class PowerSGD(Compressor):
         if self.step < self._start:
             return True
         known = self._memory.count('basis')
-        return self._warm_start and known < len(self._matrices)
+        return self._warm_start and known < len(self._bases.matrices)
 
-    def _known_basis(self, gradient: Gradient) -> Basis | Whole:
-        """Return what this step projects a gradient on."""
+    def _project(self, gradient: Gradient) -> Projection:
+        """Project a gradient on what the ranks know, if it is a matrix."""
         name = gradient.name
-        if name not in self._matrices:
-            return Whole(gradient.flat.numel())
-        is_right = _is_right_known(self.compressed_steps)
-        vectors = self._memory.get('basis', name)
-        if vectors is None:  # without warm start
-            vectors = self._random_vectors(name, str(self.step), is_right)
-        return self._basis(name, vectors, is_right)
+        is_right = self._is_right_known(self.compressed_steps)
+        basis: Basis | Whole = Whole(gradient.flat.numel())
+        if name in self._bases.matrices:
+            vectors = self._memory.get('basis', name)
+            if vectors is None:  # without warm start
+                vectors = self._bases.draw(name, str(self.step), is_right)
+            basis = self._bases.of(name, vectors, is_right)
+        # The sum is in the cache when it is projected.
+        values, used = self._with_error(gradient), self._used(gradient)
+        return Projection(gradient, values, used, basis)
 
     def _find_bases(self, gradients: list[Gradient]) -> None:
         """Take the first bases from exact averages, equal on all ranks."""
         # A power iteration: on a random basis of the other side.
-        is_right = not _is_right_known(self.compressed_steps)
+        is_right = not self._is_right_known(self.compressed_steps)
         for gradient in gradients:
             name = gradient.name
-            if name not in self._matrices:
+            if name not in self._bases.matrices:
                 continue
             # Copied, to be aligned alike in every layout of the buckets.
             mean = gradient.flat.to(torch.float32, copy=True)
-            vectors = self._random_vectors(name, 'start', is_right)
-            basis = self._basis(name, vectors, is_right)
+            vectors = self._bases.draw(name, 'start', is_right)
+            basis = self._bases.of(name, vectors, is_right)
             self._memory.put('basis', name, basis.next(basis.project(mean)))
-
-    def _basis(
-        self, name: str, vectors: torch.Tensor, is_right: bool
-    ) -> Basis:
-        """Return a basis that knows the random part of the next one."""
-        key = (name, is_right)
-        if self._warm_start and key not in self._random_parts:
-            part = self._random_vectors(name, '', not is_right)
-            self._random_parts[key] = (part.t() if is_right else part).ravel()
-        return Basis(
-            self._matrices[name],
-            vectors,
-            is_right,
-            self._random_parts.get(key),
-            self._epsilon,
-        )
-
-    def _random_vectors(
-        self, name: str, use: str, is_right: bool
-    ) -> torch.Tensor:
-        """Return orthonormal vectors, (rank, side), alike on all ranks."""
-        matrix = self._matrices[name]
-        factor = torch.randn(
-            matrix.side(is_right),
-            matrix.rank,
-            generator=named_generator(self._seed, f'{name} {use}'),
-            dtype=torch.float32,
-            device='cpu',
-        )
-        return orthonormal(factor.to(self._parameters[name].device))
 
     def _end_step(self, finite: bool) -> None:
         super()._end_step(finite)
@@ -282,16 +271,15 @@ class PowerSGD(Compressor):
             self.compressed_steps += 1
             if self._logger is not None:
                 self._logger.info(
-                    f'PowerSGD compresses {len(self._matrices)} gradient '
-                    f'matrices since step {self.step}'
+                    f'PowerSGD compresses {len(self._bases.matrices)} '
+                    f'gradient matrices since step {self.step}'
                 )
                 self._logger = None
         self._compressed = False
 
+    def _is_right_known(self, compressed_steps: int) -> bool:
+        """Whether right factors, not left ones, are known after so many steps.
 
-def _is_right_known(compressed_steps: int) -> bool:
-    """Whether right factors, not left ones, are known after so many steps.
-
-    All matrices change sides together, so that a state need not say it.
-    """
-    return compressed_steps % 2 == 0
+        All matrices change sides together, so that a state need not say it.
+        """
+        return self._whole or compressed_steps % 2 == 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import math
 import os
 import threading
@@ -23,7 +24,12 @@ from mmcv_custom.compression import (
 from mmcv_custom.contract import adapt_hook
 from tests.toy import make_ddp
 
-METHODS = {'powersgd': PowerSGD, 'int8': Int8, 'fp16_scaled': ScaledFP16}
+METHODS = {
+    'powersgd': PowerSGD,
+    'powersgd_whole': functools.partial(PowerSGD, whole_iterations=True),
+    'int8': Int8,
+    'fp16_scaled': ScaledFP16,
+}
 # Those that can sum within the nodes first.
 BY_NODES = {
     'int8': Int8,
@@ -35,6 +41,7 @@ BY_NODES = {
 # With which each compresses small models after two steps, and feeds back.
 KNOBS = {
     'powersgd': {'start_powerSGD_iter': 2, 'min_compression_rate': 0.5},
+    'powersgd_whole': {'start_powerSGD_iter': 2, 'min_compression_rate': 0.5},
     'int8': {'use_error_feedback': True},
     'fp16_scaled': {},
 }
@@ -150,11 +157,11 @@ def draw(rank, step, shapes, scale=1.0):
 
 def assert_equal_on_all_ranks(traces):
     """Of each step the averages, bit for bit, and the counters."""
+    exactly = {'rtol': 0, 'atol': 0, 'equal_nan': True}
     first = traces[0]
     for other in traces[1:]:
         for a, b in zip(first, other, strict=True):
-            for x, y in zip(a.average, b.average, strict=True):
-                assert torch.equal(x, y)
+            torch.testing.assert_close(a.average, b.average, **exactly)
             for key in a.after:
                 assert key == 'tensors' or a.after[key] == b.after[key]
 

@@ -23,8 +23,10 @@ SHAPES = {
     'w2': (7, 3),
 }
 STEPS = 6
+POWERSGD = {'matrix_approximation_rank': 2, 'start_powerSGD_iter': 2}
 KNOBS = {
-    'powersgd': {'matrix_approximation_rank': 2, 'start_powerSGD_iter': 2},
+    'powersgd': POWERSGD,
+    'powersgd_whole': POWERSGD,
     'int8': {'use_error_feedback': True},
     'fp16_scaled': {},
 }
@@ -70,6 +72,10 @@ def test_counts_by_hand(method, world_size):
     expected = {
         # Twice as it is; factors of 40 and 50 times 2, the latter padded.
         'powersgd': [ring(8000)] * 2 + [ring(4 * 80), ring(4 * 112)] * 2,
+        # Both in every step.
+        'powersgd_whole': (
+            [ring(8000)] * 2 + [ring(4 * 80) + ring(4 * 112)] * 4
+        ),
         # Eight blocks of 260 bytes, in as many parts as there are ranks.
         'int8': [2 * (n - 1) * math.ceil(8 / n) * 260] * 6,
         'fp16_scaled': [ring(8000)] + [ring(4000)] * 5,

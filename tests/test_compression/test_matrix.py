@@ -110,7 +110,7 @@ def any_gradients(rank, step):
     return draw(rank, step, LAYOUT_SHAPES.values())
 
 
-def both_layouts(rank, wrapper):
+def both_layouts(rank, method, wrapper):
     """Traces with a bucket for each parameter, and with one for all."""
     knobs = {
         'matrix_approximation_rank': 8,
@@ -120,7 +120,7 @@ def both_layouts(rank, wrapper):
     return [
         trace(
             rank,
-            'powersgd',
+            method,
             knobs,
             LAYOUT_SHAPES,
             any_gradients,
@@ -132,10 +132,13 @@ def both_layouts(rank, wrapper):
     ]
 
 
+@pytest.mark.parametrize(
+    ('method', 'collectives'), [('powersgd', 1), ('powersgd_whole', 2)]
+)
 @pytest.mark.parametrize('wrapper', [None, 'fp16'])
-def test_bits_do_not_depend_on_the_buckets(wrapper):
-    for small, large in run_ranks(both_layouts, wrapper):
-        assert len(small[-1].calls) > len(large[-1].calls) == 1
+def test_bits_do_not_depend_on_the_buckets(wrapper, method, collectives):
+    for small, large in run_ranks(both_layouts, method, wrapper):
+        assert len(small[-1].calls) > len(large[-1].calls) == collectives
         for ours, theirs in zip(small, large, strict=True):
             for a, b in zip(ours.average, theirs.average, strict=True):
                 assert torch.equal(a, b)

@@ -15,8 +15,10 @@ from tests.test_compression.helpers import (
 )
 
 SHAPES = {'w0': (20, 30), 'bias': (20,), 'w1': (40, 24)}
+POWERSGD = {'matrix_approximation_rank': 2, 'start_powerSGD_iter': 2}
 KNOBS = {
-    'powersgd': {'matrix_approximation_rank': 2, 'start_powerSGD_iter': 2},
+    'powersgd': POWERSGD,
+    'powersgd_whole': POWERSGD,
     'int8': {'use_error_feedback': True, 'stochastic_rounding': True},
     'fp16_scaled': {},
 }

@@ -20,8 +20,10 @@ from tests.test_compression.helpers import (
     start,
 )
 
+POWERSGD = {'matrix_approximation_rank': 2, 'start_powerSGD_iter': 2}
 KNOBS = {
-    'powersgd': {'matrix_approximation_rank': 2, 'start_powerSGD_iter': 2},
+    'powersgd': POWERSGD,
+    'powersgd_whole': POWERSGD,
     'int8': {'use_error_feedback': True},
     'fp16_scaled': {},
 }

@@ -27,6 +27,7 @@ HOOKS = {
     'powersgd': POWERSGD,
     'powersgd without feedback': {**POWERSGD, 'use_error_feedback': False},
     'powersgd without warm start': {**POWERSGD, 'warm_start': False},
+    'powersgd by whole iterations': {**POWERSGD, 'whole_iterations': True},
     'fp16 around powersgd': {**POWERSGD, 'wrapper': 'fp16'},
     'int8': {'type': 'int8', 'use_error_feedback': True},
     'stochastic int8': {
