@@ -20,9 +20,9 @@ def make_model(dtype=torch.float32):
 
 def make_ddp(model=None, **options):
     """Wrap into DDP so that, once re-laid, every parameter is a bucket."""
+    cap_mb = options.setdefault('bucket_cap_mb', 1e-4)
     # Older torch fills the first bucket up to this size, whatever the cap.
-    dist._DEFAULT_FIRST_BUCKET_BYTES = 100
-    options.setdefault('bucket_cap_mb', 1e-4)
+    dist._DEFAULT_FIRST_BUCKET_BYTES = int(cap_mb * 2**20)
     return DistributedDataParallel(model or make_model(), **options)
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from mmcv_custom.compression.groups import end_groups
 from mmcv_custom.contract import adapt_hook
 from mmcv_custom.ddp_hooks import fp16_compress_wrapper
 from tests.ranks import run_ranks
@@ -95,7 +96,7 @@ def average_in_overlapping_groups(rank, name):
     for first, group in enumerate(groups):
         if rank in (first, first + 1):
             results.append(average_in_group(rank, name, group))
-            dist.destroy_process_group(group)
+            end_groups([group])
     return results
 
 
