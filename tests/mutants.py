@@ -111,6 +111,16 @@ COMPRESSORS = [
         ),
     ),
     Mutant(
+        'second half on the local left factor, not on the averaged one',
+        'compression/powersgd.py',
+        'left = basis.next(projection.mean)',
+        'left = basis.next(projection.own)',
+        (
+            'test_compression/test_powersgd_whole.py::'
+            'test_equals_an_iteration_in_float64',
+        ),
+    ),
+    Mutant(
         'product computed where the bucket lies',
         'compression/matrix.py',
         ' or out.data_ptr() % (4 * _ALIGNMENT)',

@@ -192,6 +192,27 @@ def test_inf_comes_through_both_halves_without_warm_start():
             assert all(mean.isfinite().all() for mean in step.average)
 
 
+def test_a_step_sends_what_was_foretold_and_holds_what_was_told():
+    shapes = {'tall': (60, 20), 'bias': (30,)}
+    # Both factors of the matrix, padded to 16 elements, and the bias as it is.
+    numel = 2 * 60 + 8 + 2 * 20 + 8 + 30 + 2
+    # Two generations of errors and of right factors, and two random parts.
+    held = 2 * (60 * 20 + 30) + 2 * (2 * 20) + 2 * (60 + 20)
+    for told, counted, memory in run_ranks(one_bucket, shapes):
+        assert told == counted == 4 * numel
+        assert memory == 4 * held
+
+
+def one_bucket(rank, shapes):
+    compressor = METHODS['powersgd_whole'](**knobs())
+    ddp = start(compressor, Leaves(shapes), bucket_cap_mb=25)
+    for step in range(4):
+        before = compressor.sent_bytes
+        average(ddp, draw(rank, step, shapes.values()))
+    counted = compressor.sent_bytes - before
+    return compressor.step_bytes().rank, counted, compressor.memory_bytes()
+
+
 def go_on_from_a_state(rank):
     """Averages and state of a straight run and of one that is taken over."""
     compressor = METHODS['powersgd_whole'](**knobs())
