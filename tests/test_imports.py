@@ -36,6 +36,9 @@ ALLOWED = {
         *('compression', 'contract', 'engine'),
         *('torch', 'mmengine', 'mmseg', 'rich', 'matplotlib'),
     },
+    'trainings': {
+        *('benchmark', 'mmengine', 'matplotlib', 'rich', 'scipy'),
+    },
     'datasets': {'numpy', 'cv2', 'mmcv', 'mmengine', 'mmseg'},
 }
 

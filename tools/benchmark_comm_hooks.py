@@ -17,7 +17,6 @@ as torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook
 import argparse
 import os
 import sys
-from pathlib import Path
 
 import config_step  # noqa: F401 (finds the sources beside this folder)
 import torch
@@ -26,7 +25,7 @@ from mmengine.dist import init_dist
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from mmcv_custom.benchmark.charts import draw, supported_formats
+from mmcv_custom.benchmark.charts import check_files, draw
 from mmcv_custom.benchmark.hooks import DEFAULT_HOOKS, choose
 from mmcv_custom.benchmark.launching import (
     clean_exit,
@@ -72,7 +71,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.cfg = load_config(args.config) if args.config else None
         _check_numbers(args)
         _check_place(args)
-        _check_files(args)
+        check_files(args.json, args.chart)
     except (ImportError, LinkError, OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     return args
@@ -176,21 +175,6 @@ def _check_place(args: argparse.Namespace) -> None:
         if 0 < gpus < args.ranks:
             raise ValueError(
                 f'--ranks {args.ranks}, but there are {gpus} GPUs'
-            )
-
-
-def _check_files(args: argparse.Namespace) -> None:
-    """Find out now what would lose the results at the end."""
-    for option in ('json', 'chart'):
-        path = getattr(args, option)
-        if path and not Path(path).resolve().parent.is_dir():
-            raise ValueError(f'--{option} {path}: there is no such folder')
-    if args.chart:
-        formats = supported_formats()
-        if Path(args.chart).suffix[1:] not in formats:
-            raise ValueError(
-                f'--chart {args.chart} must end with one of '
-                f'{", ".join(formats)}'
             )
 
 

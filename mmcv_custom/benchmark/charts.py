@@ -1,5 +1,7 @@
 """A report as a picture."""
 
+from pathlib import Path
+
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -8,7 +10,7 @@ from .hooks import PLAIN
 from .results import LinkResult, Report, Timing
 from .tables import describe_nodes
 
-__all__ = ['draw', 'supported_formats']
+__all__ = ['check_files', 'draw', 'supported_formats']
 
 # What is unavoidable, what costs nothing, what costs. In grey they differ in
 # lightness and hatching.
@@ -25,6 +27,27 @@ _INCH_PER_HOOK = 0.4
 def supported_formats() -> list[str]:
     """Return the endings that a picture's name may have."""
     return sorted(FigureCanvasAgg.filetypes)
+
+
+def check_files(json: str | None, chart: str | None) -> None:
+    """Find out now what would lose the results at the end.
+
+    Args:
+        json: The value of ``--json``.
+        chart: The value of ``--chart``.
+
+    Raises:
+        ValueError: For a folder that is not there, and a chart that cannot
+            be drawn.
+    """
+    for option, path in (('json', json), ('chart', chart)):
+        if path and not Path(path).resolve().parent.is_dir():
+            raise ValueError(f'--{option} {path}: there is no such folder')
+    formats = supported_formats()
+    if chart and Path(chart).suffix[1:] not in formats:
+        raise ValueError(
+            f'--chart {chart} must end with one of {", ".join(formats)}'
+        )
 
 
 def draw(report: Report) -> Figure:

@@ -2,12 +2,20 @@
 
 import ast
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..engine.spec import HookSpec
 
-__all__ = ['DEFAULT_HOOKS', 'PLAIN', 'WARMUP_STEPS', 'Choice', 'choose']
+__all__ = [
+    'DEFAULT_HOOKS',
+    'PLAIN',
+    'WARMUP_STEPS',
+    'Choice',
+    'choose',
+    'read_hooks',
+]
 
 PLAIN = 'none'  # DDP's own all-reduce
 DEFAULT_HOOKS = (
@@ -25,7 +33,7 @@ _START = 'start_powerSGD_iter'
 
 @dataclass(frozen=True)
 class Choice:
-    """A hook to measure.
+    """A hook to compare with others.
 
     Attributes:
         label: Short and readable, with the knobs as they were given.
@@ -35,9 +43,20 @@ class Choice:
     label: str
     config: dict[str, Any] | None
 
+    @property
+    def start(self) -> int | str:
+        """The step, or its name, with which the hook begins to compress."""
+        if self.config is None:
+            return 0
+        parameters = inspect.signature(HookSpec.parse(self.config).target)
+        if _START not in parameters.parameters:
+            return 0
+        default = parameters.parameters[_START].default
+        return self.config.get(_START, default)
 
-def choose(texts: list[str]) -> list[Choice]:
-    """Read the hooks to measure.
+
+def read_hooks(texts: Sequence[str]) -> list[Choice]:
+    """Read hooks from a command line.
 
     Args:
         texts: Each a value of ``ddp_comm_hook`` as a config has it: a name,
@@ -48,9 +67,8 @@ def choose(texts: list[str]) -> list[Choice]:
         is added in front where it is not named.
 
     Raises:
-        TypeError, ValueError: If a hook does not exist, has not that knob,
-            does not compress after :data:`WARMUP_STEPS` steps, or is named
-            twice.
+        TypeError, ValueError: If a hook does not exist, has not that knob, or
+            is named twice.
     """
     choices = [_parse(text) for text in texts]
     if all(choice.config for choice in choices):
@@ -62,20 +80,30 @@ def choose(texts: list[str]) -> list[Choice]:
     return choices
 
 
+def choose(texts: Sequence[str]) -> list[Choice]:
+    """Read the hooks to measure within a few steps.
+
+    Arguments, result and errors as of :func:`read_hooks`.
+
+    Raises:
+        ValueError: Also if a hook does not compress after
+            :data:`WARMUP_STEPS` steps.
+    """
+    return [_start_soon(choice) for choice in read_hooks(texts)]
+
+
 def _parse(text: str) -> Choice:
     is_name = not text.lstrip().startswith(('dict(', '{'))
     spec = HookSpec.parse(text if is_name else _read_dict(text))
     if spec is None:
         return Choice(PLAIN, None)
+    spec.build()  # whose constructor checks the knobs
     # Where a name alone would clash, what tells the modules apart.
     label = '.'.join(spec.type.split('.')[-2:])
     config = spec.as_config()
     knobs = [f'{key}={config[key]}' for key in config if key != 'type']
     if knobs:
         label += f'({", ".join(knobs)})'
-    if _START in inspect.signature(spec.target).parameters:
-        _start_soon(label, config)
-    HookSpec.parse(config).build()  # whose constructor checks the knobs
     return Choice(label, config)
 
 
@@ -95,11 +123,15 @@ def _read_dict(text: str) -> dict[str, Any]:
         ) from None
 
 
-def _start_soon(label: str, config: dict[str, Any]) -> None:
+def _start_soon(choice: Choice) -> Choice:
     """Let a hook compress in time: the warm-up here ends at once."""
+    if not choice.start:
+        return choice
+    config = dict(choice.config)
     start = config.setdefault(_START, 'warmup_end')
     if isinstance(start, int) and start >= WARMUP_STEPS:
         raise ValueError(
-            f'{label} would not compress within the {WARMUP_STEPS} steps '
-            f'before measuring; leave {_START} out'
+            f'{choice.label} would not compress within the {WARMUP_STEPS} '
+            f'steps before measuring; leave {_START} out'
         )
+    return Choice(choice.label, config)

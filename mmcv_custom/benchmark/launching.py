@@ -15,7 +15,7 @@ from rich.console import Console
 
 from .links import DEVICE, machines
 
-__all__ = ['clean_exit', 'run_emulated', 'run_local']
+__all__ = ['clean_exit', 'first_failure', 'run_emulated', 'run_local']
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
@@ -135,17 +135,21 @@ def _run_ranks(
         if not any(codes):
             sys.stderr.write(files[0].read_text())
             return 0
-        first = _first_failure(codes, files)
+        first = first_failure(codes, files)
         sys.stderr.write(files[first].read_text())
         print(f'rank {first} {_ending(codes[first])}', file=sys.stderr)
         return 1
 
 
-def _first_failure(codes: list[int | None], files: list[Path]) -> int:
+def first_failure(codes: list[int | None], files: list[Path]) -> int:
     """Find the rank that failed before the others lost it.
 
     One that a signal has ended says nothing; of the rest it is the one whose
     last words are the oldest.
+
+    Args:
+        codes: Of each, None while it runs; at least one has failed.
+        files: What each has said.
     """
     failed = [number for number, code in enumerate(codes) if code]
     return min(

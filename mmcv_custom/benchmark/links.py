@@ -12,6 +12,7 @@ __all__ = [
     'DEVICE',
     'LinkError',
     'Rate',
+    'address',
     'check_rights',
     'limit',
     'machines',
@@ -127,11 +128,22 @@ def machines(number: int) -> Iterator[list[str]]:
         yield names
 
 
-def limit(rate: Rate) -> None:
-    """Limit what this process's machine sends, from now on."""
+def address(node: int) -> str:
+    """Return the address that a machine has for the others."""
+    return f'10.9.0.{node + 1}'
+
+
+def limit(rate: Rate, machine: str | None = None) -> None:
+    """Limit what a machine sends, from now on.
+
+    Args:
+        rate: Of its link.
+        machine: Its name; by default the one that this process is on.
+    """
     bits = f'{rate.bits_per_s:.0f}bit'
     how = f'tbf rate {bits} burst {_BURST} latency 400ms'
-    _run(f'tc qdisc replace dev {DEVICE} root {how}')
+    where = '' if machine is None else f'-n {machine} '
+    _run(f'tc {where}qdisc replace dev {DEVICE} root {how}')
 
 
 def sent_bytes(device: str) -> int:
@@ -148,7 +160,7 @@ def _plug_in(node: int, name: str, switch: str) -> None:
         f'peer name {port} netns {switch}'
     )
     _run(f'ip -n {switch} link set {port} master bridge up')
-    _run(f'ip -n {name} addr add 10.9.0.{node + 1}/24 dev {DEVICE}')
+    _run(f'ip -n {name} addr add {address(node)}/24 dev {DEVICE}')
     _run(f'ip -n {name} link set {DEVICE} up')
     _run(f'ip -n {name} link set lo up')
 

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from .results import LinkResult, Report
 
-__all__ = ['describe_nodes', 'show']
+__all__ = ['describe_nodes', 'make_table', 'show']
 
 _NOTES = """
 rank, node: what it sends in a step, as the hook counts it (a node, to others).
@@ -72,7 +72,7 @@ def _cost_table(report: Report) -> Table:
         if not several:
             del row['node MB']
         rows.append(row)
-    return _table(rows)
+    return make_table(rows)
 
 
 def _link_heading(link: LinkResult) -> str:
@@ -107,10 +107,10 @@ def _link_table(link: LinkResult) -> Table:
         if timing.kernel_bytes is not None:
             row['kernel MB'] = _megabytes(timing.kernel_bytes)
         rows.append(row)
-    return _table(rows)
+    return make_table(rows)
 
 
-def _table(rows: list[dict[str, str]]) -> Table:
+def make_table(rows: list[dict[str, str]]) -> Table:
     """Of rows with the same keys, which are the headings."""
     table = Table(box=None, pad_edge=False)
     for heading in rows[0]:

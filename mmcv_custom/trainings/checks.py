@@ -1,0 +1,90 @@
+"""What would waste hours of training, found before the first one."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from mmengine.config import Config
+
+from ..benchmark.hooks import Choice
+from .plan import slug
+
+__all__ = ['check_hooks', 'check_options', 'check_seeds', 'read_settings']
+
+# What differs between the trainings of a comparison.
+_OURS = ('ddp_comm_hook', 'randomness.seed')
+
+
+def read_settings(cfg: Config) -> dict[str, Any]:
+    """Return a config as JSON has it.
+
+    Raises:
+        ValueError: If its trainings do not count iterations, or do not
+            validate, or do not write down at which iteration.
+    """
+    train_cfg = cfg.get('train_cfg') or {}
+    if 'max_iters' not in train_cfg:
+        raise ValueError(
+            f'{cfg.filename} has no train_cfg.max_iters; trainings are '
+            'compared by iterations'
+        )
+    if not cfg.get('val_cfg'):
+        raise ValueError(
+            f'{cfg.filename} has no val_cfg; trainings are compared by '
+            'validations'
+        )
+    hooks = cfg.get('default_hooks') or {}
+    if (hooks.get('logger') or {}).get('log_metric_by_epoch', True):
+        raise ValueError(
+            f'{cfg.filename} logs validations by epoch; add --cfg-options '
+            'default_hooks.logger.log_metric_by_epoch=False'
+        )
+    settings = {k: v for k, v in cfg.to_dict().items() if k != 'work_dir'}
+    return json.loads(json.dumps(settings, default=str))
+
+
+def check_options(options: Sequence[str]) -> None:
+    """Refuse options that set what is compared.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for option in options:
+        key = option.partition('=')[0]
+        for ours in _OURS:
+            if f'{key}.'.startswith(f'{ours}.'):
+                raise ValueError(
+                    f'--cfg-options {option}: name hooks and seeds with '
+                    '--hooks and --seeds'
+                )
+
+
+def check_hooks(hooks: Sequence[Choice], max_iters: int) -> None:
+    """Check that all hooks differ, and compress within a training.
+
+    Raises:
+        ValueError: If not.
+    """
+    slugs = [slug(hook) for hook in hooks]
+    for hook, name in zip(hooks, slugs, strict=True):
+        if slugs.count(name) > 1:
+            raise ValueError(f'the hook {hook.label} is named twice')
+        if isinstance(hook.start, int) and hook.start >= max_iters:
+            raise ValueError(
+                f'{hook.label} compresses from step {hook.start} on, and the '
+                f'training has {max_iters}; give it an earlier '
+                'start_powerSGD_iter'
+            )
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Check that each is a seed, and another one.
+
+    Raises:
+        ValueError: If not.
+    """
+    for seed in seeds:
+        if not 0 <= seed < 2**32:
+            raise ValueError(f'--seeds {seed} must be from 0 to {2**32 - 1}')
+        if seeds.count(seed) > 1:
+            raise ValueError(f'the seed {seed} is named twice')
