@@ -9,7 +9,7 @@ from .tables import describe
 
 __all__ = ['draw_differences', 'draw_times']
 
-_INCH_PER_HOOK = 0.6
+_INCH_PER_HOOK = 0.68
 _BESIDE = 1.02  # in the widths of the axes: behind its right end
 _WIDER = 1.3  # than the longest line, for the label of its end
 _LOW = 0.8  # of the height of the lines: what their labels take

@@ -109,7 +109,11 @@ class Report:
         comparison: Comparison,
         trained: Sequence[tuple[Training, Record]],
     ) -> 'Report':
-        """Of all trainings of a comparison."""
+        """Of all trainings of a comparison.
+
+        Raises:
+            ValueError: If a hook's were validated at different iterations.
+        """
         records = {
             hook.label: [r for t, r in trained if t.hook == hook]
             for hook in comparison.hooks
@@ -146,6 +150,11 @@ def _result(
     records: list[Record],
     plain: list[float],
 ) -> HookResult:
+    iterations = records[0].iterations
+    if any(record.iterations != iterations for record in records):
+        raise ValueError(
+            f'{label}: not all seeds were validated at the same iterations'
+        )
     metrics = _last(records)
     shares = [r.sent_share for r in records if r.sent_share is not None]
     return HookResult(
@@ -157,7 +166,7 @@ def _result(
         None if config is None else Difference.of(metrics, plain),
         statistics.fmean(shares) if shares else None,
         Curve(
-            records[0].iterations,
+            iterations,
             _mean_by_place([record.minutes for record in records]),
             _mean_by_place([record.metrics for record in records]),
         ),

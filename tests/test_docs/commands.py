@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import parse_args as parse_torchrun
 
+from mmcv_custom.benchmark.hooks import read_hooks
 from mmcv_custom.engine.spec import HookSpec
 from tests.test_tools.scripts import load_tool, run
 
@@ -98,6 +99,7 @@ def check_tool(script, options):
         with pytest.raises(Parsed) as parsed:
             runpy.run_path(path, run_name='__main__')
     (found,) = parsed.value.args
+    read_hooks(getattr(found, 'hooks', None) or [])
     if hasattr(found, 'cfg_options'):
         cfg = load_tool('config_step').load_config(found)
         asked = str(found.cfg_options.get('ddp_comm_hook', ''))

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from mmcv_custom.trainings.results import Difference
+from mmcv_custom.trainings.records import Record
+from mmcv_custom.trainings.results import Difference, Report
 
-from .samples import LABEL, make_report
+from .samples import LABEL, make_comparison, make_report
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,16 @@ def test_report_pairs_by_seed():
     assert int8.curve.iterations == [20, 40]
     assert int8.curve.metrics == [70, 90]
     assert int8.curve.minutes == [0.5, 1]
+
+
+def test_trainings_that_were_validated_otherwise(tmp_path):
+    comparison = make_comparison(tmp_path)
+    trained = [
+        (training, Record([20 + training.seed, 40], [1, 2], [1, 2], None))
+        for training in comparison.trainings()
+    ]
+    with pytest.raises(ValueError, match='none: not all seeds were'):
+        Report.of(comparison, trained)
 
 
 def test_one_seed_has_no_interval():
