@@ -22,6 +22,8 @@ _STYLES = (
     {'color': '#54278f', 'linestyle': ':', 'marker': 'D'},
     {'color': '#31a354', 'linestyle': (0, (6, 1, 1, 1)), 'marker': 'v'},
     {'color': '#969696', 'linestyle': (0, (3, 3)), 'marker': 'P'},
+    {'color': '#525252', 'linestyle': (0, (8, 2)), 'marker': '*'},
+    {'color': '#dd3497', 'linestyle': (0, (1, 2)), 'marker': 'X'},
 )
 
 
@@ -144,7 +146,8 @@ def draw_times(report: Report) -> Figure:
     )
     axes.set_ylabel(f'{metric} of a validation (%)')
     axes.set_title(
-        f'How soon which {metric} is reached, by hook\n{describe(report)}',
+        f'How soon which {metric} is reached, with each hook\n'
+        f'{describe(report)}',
         fontsize='medium',
     )
     axes.spines[['top', 'right']].set_visible(False)
