@@ -140,7 +140,7 @@ def plan(args: argparse.Namespace) -> Comparison:
         rate=rate,
         folder=Path(args.work_dir),
     )
-    for training in comparison.trainings():
+    for training in comparison.trainings()[: len(hooks)]:  # of one seed
         cfg = load(args.config, training.options)
         if normalize_comm_hook(cfg.ddp_comm_hook) != training.hook.config:
             raise ValueError(
