@@ -50,18 +50,18 @@ class Comparison:
         """Return the error of a step whose buckets came, and forget it.
 
         Relative to the plain average, in the norm; ``math.inf`` if it is not
-        finite, and None if the plain average is not.
+        finite, and None if the plain average is not, or is 0.
         """
         squares, self._squares = self._squares, []
         wrong, right = torch.stack(squares).sum(0).tolist()
-        if not math.isfinite(right):
+        if not 0 < right < math.inf:
             return None
-        if not math.isfinite(wrong):
-            return math.inf
-        return math.sqrt(wrong / right) if wrong else 0.0
+        return math.sqrt(wrong / right) if wrong < math.inf else math.inf
 
 
 def _square(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares, float64, of shape ()."""
+    if values.is_complex():
+        values = torch.view_as_real(values)
     norm = torch.linalg.vector_norm(values, dtype=torch.float64)
     return norm.square()

@@ -22,10 +22,9 @@ __all__ = [
 # Until DDP has laid out its buckets, also with a static graph.
 _FIRST_STEPS = 3
 _PLAIN_STEPS = 5  # that tell what of a step waits for the plain average
-# Of a candidate before it is timed: the first ones may be exact.
+# Of a candidate with gradients that have an error: the first may be exact.
 _COMPARISONS = 3
-# For the last of them to have finite gradients, which have an error.
-_MOST_COMPARISONS = 20
+_MOST_COMPARISONS = 20  # for so many of them to have one
 # Of a step of each hook.
 _LEAST_ROUNDS = 5
 _MOST_ROUNDS = 15
@@ -74,7 +73,7 @@ class Outcome:
         times: Of the exchange, as far as they are known.
         error: Of a comparison, relative to the plain average, in the norm;
             ``math.inf`` if only the hook's result is not finite, and None if
-            the plain average is not.
+            the plain average is not, or is 0.
     """
 
     step_s: float
@@ -181,15 +180,16 @@ class Trial:
 
     def _compare(self, option: Option) -> Generator[Turn, Outcome, float]:
         """Find the error of a candidate."""
-        error = -math.inf
-        for comparison in range(1, _MOST_COMPARISONS + 1):
+        errors: list[float] = []
+        for _ in range(_MOST_COMPARISONS):
             outcome = yield Turn(option.number, is_compared=True)
-            if comparison >= _COMPARISONS:
-                own = -math.inf if outcome.error is None else outcome.error
-                (error,) = self._agree([own])
-                if error > -math.inf:
-                    break
-        if error == -math.inf:
+            own = -math.inf if outcome.error is None else outcome.error
+            (error,) = self._agree([own])
+            if error > -math.inf:
+                errors.append(error)
+            if len(errors) == _COMPARISONS:
+                break
+        else:
             self._said.append(
                 f'no step had finite gradients to try {option.name} on'
             )
