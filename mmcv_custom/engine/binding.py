@@ -7,24 +7,19 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compression.collective import all_reduce
 from .spec import CommHook
 
-__all__ = ['bind_comm_hook', 'unless_world']
+__all__ = ['bind_comm_hook', 'check_backend', 'unless_world']
 
 
 def bind_comm_hook(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
-    """Try what a hook needs of the backend, and bind its instance.
+    """Give the instance of a hook its model, if it has ``bind``.
 
-    All ranks of the group have to call this alike: one element is reduced in
-    the wire dtype, as torch has no list of what a backend can reduce.
+    All ranks of the group have to call this alike, after
+    :func:`check_backend`.
 
     Args:
-        comm_hook: Built for the group of ``ddp``. An instance with ``bind``
-            gets the model.
+        comm_hook: Built for the group of ``ddp``.
         ddp: The wrapped model.
-
-    Raises:
-        RuntimeError: If the backend cannot run it.
     """
-    _check_backend(comm_hook, ddp)
     if hasattr(comm_hook.instance, 'bind'):
         comm_hook.instance.bind(ddp)
 
@@ -36,8 +31,19 @@ def unless_world(
     return None if group is dist.group.WORLD else group
 
 
-def _check_backend(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
-    """Run what the hook needs of the backend, on as few elements as can be."""
+def check_backend(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
+    """Run what a hook needs of the backend, on as few elements as can be.
+
+    All ranks of the group have to call this alike: one element is reduced in
+    the wire dtype, as torch has no list of what a backend can reduce.
+
+    Args:
+        comm_hook: Built for the group of ``ddp``.
+        ddp: The wrapped model.
+
+    Raises:
+        RuntimeError: If the backend cannot run it.
+    """
     group = ddp.process_group
     device = next(p.device for p in ddp.parameters() if p.requires_grad)
     probes = []

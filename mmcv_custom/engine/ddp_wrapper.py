@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..contract import adapt_hook, hook_name
 from ..parameters import ReducedParameters
-from .binding import bind_comm_hook, unless_world
+from .binding import bind_comm_hook, check_backend, unless_world
 from .spec import CommHook, build_comm_hook
 
 __all__ = ['CommHookDistributedDataParallel', 'attach_comm_hook']
@@ -156,6 +156,7 @@ def attach_comm_hook(
     if comm_hook.state is not group:
         comm_hook = comm_hook.spec.build(group)
     _check_registration(ddp, comm_hook.hook)
+    check_backend(comm_hook, ddp)
     bind_comm_hook(comm_hook, ddp)
     ddp.register_comm_hook(comm_hook.state, comm_hook.hook)
     return comm_hook

@@ -16,6 +16,7 @@ from .spec import CommHook
 from .state_folders import state_folder
 
 __all__ = [
+    'has_state',
     'load_hook_state',
     'restore_from_checkpoint',
     'save_beside_checkpoint',
@@ -40,7 +41,7 @@ def save_beside_checkpoint(
             it counts the iterations done.
     """
     runner.message_hub.runtime_info.pop(_RECORD, None)
-    if not _has_state(runner.comm_hook):
+    if not has_state(runner.comm_hook):
         return
     if checkpoint is None:
         runner.logger.warning(
@@ -62,7 +63,7 @@ def restore_from_checkpoint(runner: Runner, filename: str) -> None:
     """
     record = runner.message_hub.runtime_info.pop(_RECORD, None)
     comm_hook = runner.comm_hook
-    if _has_state(comm_hook):
+    if has_state(comm_hook):
         problem = load_hook_state(comm_hook, Path(filename), record)
     elif record is None:
         return
@@ -83,7 +84,7 @@ def restore_from_checkpoint(runner: Runner, filename: str) -> None:
         )
 
 
-def _has_state(comm_hook: CommHook | None) -> bool:
+def has_state(comm_hook: CommHook | None) -> bool:
     """Whether a hook's instance has a state that can be saved and loaded."""
     return comm_hook is not None and all(
         hasattr(comm_hook.instance, method)

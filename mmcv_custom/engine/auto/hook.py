@@ -1,13 +1,13 @@
 """The hook that finds out which hook is the fastest, and leaves it to that."""
 
-import math
 import weakref
 from collections.abc import Sequence
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from mmengine.logging import print_log
 from torch.nn.parallel import DistributedDataParallel
 
 from ...compression.collective import Sent
@@ -15,10 +15,11 @@ from ...compression.knobs import check_knob
 from ...compression.step import StepRecord
 from ...named_hook import Future
 from ...parameters import reduced_parameters
+from ..hook_state import has_state
 from ..registry import CANDIDATES, COMM_HOOKS
 from .candidates import build_hooks, label_of
-from .running import RunningTrial
-from .several import SeveralHooks
+from .running import RunningTrial, largest
+from .several import SeveralHooks, log
 from .trial import PLAIN, Option, Trial, Turn
 
 __all__ = ['Auto']
@@ -63,6 +64,7 @@ class Auto(SeveralHooks):
         self._max_error = max_error
         self._keeps_choice = keep_choice
         self.step = 0
+        self._skipped_before = 0  # the step that is exchanged
         self._kept: int | None = None
         self._ddp: Any = None  # a weak reference
         self._setting: dict[str, Any] = {}
@@ -80,11 +82,12 @@ class Auto(SeveralHooks):
         super().bind(ddp)
         # DDP keeps its hook, and would keep itself.
         self._ddp = weakref.proxy(ddp)
-        self._device = next(ddp.parameters()).device
+        parameters = [*reduced_parameters(ddp).values()]
+        self._device = parameters[0].device
         self._setting = {
             'nodes': [[*node] for node in self.topology.nodes],
             'device': self._device.type,
-            'shapes': [[*p.shape] for p in reduced_parameters(ddp).values()],
+            'shapes': [[*p.shape] for p in parameters],
         }
         return self
 
@@ -109,8 +112,7 @@ class Auto(SeveralHooks):
 
     def settle(self) -> bool:
         """End the step; after the trial, let go of the other hooks."""
-        finite = super().settle()
-        self._end_step()
+        finite = self._end_step()
         if self._trial is not None:
             self._trial.read_times()
         if self._kept is not None:
@@ -141,16 +143,16 @@ class Auto(SeveralHooks):
             'step': self.step,
             'skipped_steps': self.skipped_steps,
             'kept': None,
-            'tensors': {},
         }
         if self._kept is None:
             return state
         hook = self._hooks[self._kept]
         own: dict[str, Any] = {}
-        if hasattr(hook.instance, 'state_dict'):
+        if has_state(hook):
             own = dict(hook.instance.state_dict())
+        if 'tensors' in own:
             # Where whoever reads the counters alone leaves them out.
-            state['tensors'] = own.pop('tensors', {})
+            state['tensors'] = own.pop('tensors')
         return state | {
             'kept': self._kept,
             'hook': hook.name,
@@ -168,32 +170,35 @@ class Auto(SeveralHooks):
         if state.get('type') != 'auto':
             raise ValueError(f'the state is of {state.get("type")!r}')
         kept = state['kept']
-        obstacle = self._obstacle(state)
+        obstacle = '' if kept is None else self._obstacle(state)
         if kept is None or obstacle:
             if obstacle:
-                _log(f'the choice is not kept, as {obstacle}')
+                log(f'the choice is not kept, as {obstacle}')
             self.load_counters(state)
             return
-        instance = self._hooks[kept].instance
-        if hasattr(instance, 'load_state_dict'):
-            instance.load_state_dict(
-                {**state['hook_state'], 'tensors': state['tensors']}
-            )
+        hook = self._hooks[kept]
+        if has_state(hook):
+            own = dict(state['hook_state'])
+            if 'tensors' in state:
+                own['tensors'] = state['tensors']
+            hook.instance.load_state_dict(own)
         self._take_over(state)
-        self._skipped -= getattr(instance, 'skipped_steps', 0)
         self._kept = kept
         self._forget_trial()
-        _log(f'{self.exchange_name} is kept, as it was chosen before')
+        log(f'{self.exchange_name} is kept, as it was chosen before')
 
     def load_counters(self, state: dict[str, Any]) -> None:
-        """Go on counting, and try anew."""
+        """Go on counting, and try anew, unless the others are let go of."""
+        for each in self._having('load_counters'):
+            each.load_counters({})
         self._take_over(state)
-        self._kept = None
+        if PLAIN.option in self._hooks:
+            self._kept = None
         self._forget_trial()
 
     def _take_over(self, state: dict[str, Any]) -> None:
         self.step = state.get('step', 0)
-        self._skipped = state.get('skipped_steps', 0)
+        self._skipped += state.get('skipped_steps', 0) - self.skipped_steps
 
     def _obstacle(self, state: dict[str, Any]) -> str:
         """Say why a choice that was made cannot be kept, if so."""
@@ -216,6 +221,9 @@ class Auto(SeveralHooks):
             '_record': StepRecord(),
         }
 
+    def __copy__(self) -> 'Auto':
+        return deepcopy(self)  # two must not share a hook
+
     def _forget_trial(self) -> None:
         self._trial: RunningTrial | None = None
         self._turn = PLAIN if self._kept is None else Turn(self._kept)
@@ -225,18 +233,25 @@ class Auto(SeveralHooks):
         """Notice when the exchange of a step begins; see whose turn it is."""
         if self._record.has_any(parameters):  # and nobody has settled
             self._end_step()
-        if self._kept is None and not self._record.has_begun():
-            if self._trial is None:
+        if not self._record.has_begun():
+            self._skipped_before = self.skipped_steps
+            if self._trial is not None:
+                self._advance(self._trial)
+            elif self._kept is None:
                 self._trial = self._new_trial()
                 self._turn = self._trial.turn
-            else:
-                self._advance(self._trial)
         self._record.add(parameters)
 
-    def _end_step(self) -> None:
+    def _end_step(self) -> bool:
+        """End a step, if there is one; see :meth:`settle`."""
+        finite = super().settle()
         if self._record.has_begun():
+            if self._turn.is_compared:  # what came of it was not used
+                finite = True
+                self._skipped += self._skipped_before - self.skipped_steps
             self._record.clear()
             self.step += 1
+        return finite
 
     def _new_trial(self) -> RunningTrial:
         options = [
@@ -245,16 +260,23 @@ class Auto(SeveralHooks):
         ]
         # Before they compress, they are the plain average.
         starts = [each.start_iter for each in self._having('start_iter')]
+        if not all(isinstance(start, int) for start in starts):
+            raise RuntimeError(
+                'a candidate begins at the end of the warm-up, which needs '
+                'the schedule: call on_train_start(), or give a number'
+            )
         wait = max(starts, default=0) - self.step
-        steps = Trial(options, self._max_error, self._agree).steps(wait)
-        return RunningTrial(steps, self._ddp, self._hooks[0])
+        # Not a method: a model that is dropped ends without a collection.
+        agree = partial(largest, self._ddp, self._device)
+        steps = Trial(options, self._max_error, agree).steps(wait)
+        return RunningTrial(steps, self._ddp, self._hooks[PLAIN.option])
 
     def _advance(self, trial: RunningTrial) -> None:
         choice = trial.end_step()
         if choice is not None:
             self._trial, self._kept = None, choice.option
             self._turn = Turn(choice.option)
-            _log(f'{self.exchange_name} is kept: {choice.reason}')
+            log(f'{self.exchange_name} is kept: {choice.reason}')
             return
         if trial.turn.is_compared and trial.turn.option != self._turn.option:
             instance = self._hooks[trial.turn.option].instance
@@ -262,32 +284,3 @@ class Auto(SeveralHooks):
                 # As if it had exchanged the steps before, which were exact.
                 instance.load_counters({'step': self.step})
         self._turn = trial.turn
-
-    def _byte_ratio(self, number: int) -> float:
-        """Return how many times fewer bytes a hook sends than the plain one.
-
-        Those that leave a machine, where there are several.
-        """
-        plain, sent = self._step_bytes(0), self._step_bytes(number)
-        if plain is None or sent is None:
-            return math.inf
-        whose = 'node' if plain.node else 'rank'
-        return getattr(plain, whose) / (getattr(sent, whose) or math.inf)
-
-    def _step_bytes(self, number: int) -> Sent | None:
-        hook = self._hooks[number]
-        if not hasattr(hook.instance, 'step_bytes'):
-            return None
-        return hook.instance.step_bytes(hook.spec.bucket_dtype)
-
-    def _agree(self, values: Sequence[float]) -> list[float]:
-        """Return the largest values of all ranks; a collective."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(
-            tensor, dist.ReduceOp.MAX, group=self._ddp.process_group
-        )
-        return tensor.tolist()
-
-
-def _log(message: str) -> None:
-    print_log(f'ddp_comm_hook=auto: {message}', 'current')

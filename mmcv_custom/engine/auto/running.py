@@ -1,7 +1,8 @@
 """A trial as it goes on: which step it is at, and what that has shown."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from ..spec import CommHook
 from .comparison import Comparison
 from .trial import PLAIN, Choice, Outcome, Steps, Turn
 
-__all__ = ['RunningTrial']
+__all__ = ['RunningTrial', 'largest']
 
 _TORCHS_SAMPLE_RATE = 100  # in steps, of the times that DDP takes of itself
 
@@ -61,7 +62,8 @@ class RunningTrial:
         read is late by a step or two, which are plain ones as well.
         """
         if self._times is not None and not self._is_read:
-            self._times.end_step()
+            with suppress(ReferenceError):  # the model may be gone
+                self._times.end_step()
             self._is_read = True
 
     def end_step(self) -> Choice | None:
@@ -95,6 +97,15 @@ class RunningTrial:
         if self._times is not None:
             self._times = None
             self._ddp._set_ddp_runtime_logging_sample_rate(_TORCHS_SAMPLE_RATE)
+
+
+def largest(
+    ddp: DistributedDataParallel, device: torch.device, values: Sequence[float]
+) -> list[float]:
+    """Return the largest values of all ranks of a model; a collective."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=ddp.process_group)
+    return tensor.tolist()
 
 
 def _clock_of(device: torch.device) -> Callable[[], float]:

@@ -1,6 +1,7 @@
 """Several hooks on one DDP, of which one at a time exchanges a step."""
 
 import logging
+import math
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,12 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...compression import Training
 from ...compression.collective import Sent
-from ...compression.topology import Topology
-from ..binding import bind_comm_hook
+from ...compression.topology import Topology, find_topology
+from ...parameters import reduced_parameters
+from ..binding import bind_comm_hook, check_backend
 from ..spec import CommHook
 from .candidates import label_of
 
-__all__ = ['SeveralHooks']
+__all__ = ['SeveralHooks', 'log']
 
 
 class SeveralHooks:
@@ -39,19 +41,19 @@ class SeveralHooks:
         Raises:
             RuntimeError: If the first one cannot.
         """
-        for number, hook in [*self._hooks.items()]:
+        first, *others = self._hooks.items()
+        check_backend(first[1], ddp)
+        for number, hook in others:
             try:
-                bind_comm_hook(hook, ddp)
+                check_backend(hook, ddp)
             except RuntimeError as error:
-                if number == 0:
-                    raise
                 del self._hooks[number]
-                print_log(
-                    f'{label_of(hook.spec)} is left out: {error}',
-                    'current',
-                    logging.WARNING,
-                )
-        self.topology = self._hooks[0].instance.topology
+                name = label_of(hook.spec)
+                log(f'{name} is left out: {error}', logging.WARNING)
+        for hook in self._hooks.values():
+            bind_comm_hook(hook, ddp)
+        parameter = next(iter(reduced_parameters(ddp).values()))
+        self.topology = find_topology(ddp.process_group, parameter.device)
         return self
 
     def on_train_start(self, training: Training) -> None:
@@ -138,6 +140,26 @@ class SeveralHooks:
             if hasattr(instance, 'close'):
                 instance.close()
 
+    def _byte_ratio(self, number: int) -> float:
+        """Return how many times fewer bytes a hook sends than the plain one.
+
+        Those that leave a machine, where there are several.
+        """
+        plain, sent = self._step_bytes(0), self._step_bytes(number)
+        if plain is None or sent is None:
+            return math.inf
+        whose = 'node' if plain.node else 'rank'
+        raw, own = getattr(plain, whose), getattr(sent, whose)
+        if not raw:  # a single rank
+            return 1.0
+        return raw / own if own else math.inf
+
+    def _step_bytes(self, number: int) -> Sent | None:
+        hook = self._hooks[number]
+        if not hasattr(hook.instance, 'step_bytes'):
+            return None
+        return hook.instance.step_bytes(hook.spec.bucket_dtype)
+
     def _having(self, name: str) -> Iterator[Any]:
         """Yield the instances that have an attribute."""
         for hook in self._hooks.values():
@@ -149,6 +171,11 @@ class SeveralHooks:
         return sum(
             getattr(hook.instance, name) for hook in self._hooks.values()
         )
+
+
+def log(message: str, level: int = logging.INFO) -> None:
+    """Log a message about the choice between hooks."""
+    print_log(f'ddp_comm_hook=auto: {message}', 'current', level)
 
 
 class _Prefixed(logging.LoggerAdapter):
