@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
+from mmengine.config.lazy import LazyAttr, LazyObject
+
 from .registry import COMM_HOOKS
 
 __all__ = [
     'alternatives',
+    'by_name',
     'find_hook',
     'normalize_name',
     'refuse_misspelt_key',
@@ -71,6 +74,23 @@ def _name_of(key: str, value: Callable, names: dict) -> str:
             'of a module'
         )
     return f'{module}.{name}'
+
+
+def by_name(value: Any) -> Any:
+    """Copy knobs that name hooks, with names for functions and classes.
+
+    Raises:
+        TypeError: For one that cannot be imported by its name.
+    """
+    if isinstance(value, dict):
+        return {key: by_name(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(by_name, value))
+    if isinstance(value, (LazyAttr, LazyObject)):  # in a list of a config
+        value = value.build()
+    if callable(value):
+        return _name_of('type', value, COMM_HOOKS.module_dict)
+    return value
 
 
 def _fold(name: str) -> str:

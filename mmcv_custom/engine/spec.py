@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..compression.sampled_cast import SampledCast
 from ..contract import Future, adapt_hook
 from ..ddp_hooks import bf16_compress_wrapper, fp16_compress_wrapper
-from .hook_names import alternatives, find_hook, normalize_name
+from .hook_names import alternatives, by_name, find_hook, normalize_name
 from .registry import COMM_HOOKS
 
 __all__ = ['CommHook', 'HookSpec', 'build_comm_hook', 'normalize_comm_hook']
@@ -115,6 +115,8 @@ class HookSpec:
                 break
         _check_wrapper(wrapper, name, target)
         _check_knobs(name, target, knobs)
+        if getattr(target, 'is_choice', False):
+            knobs = by_name(knobs)
         return cls(name, target, knobs, wrapper)
 
     @property
