@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mmcv_custom.contract import adapt_hook
-from tests import toy
+from tests import toy, user_hooks
 from tests.ranks import run_ranks
 from tests.test_compression.helpers import Leaves, average, draw
 from tests.test_engine.trials import (
@@ -515,3 +515,43 @@ def test_ranks_never_disagree(seed):
         assert other[:2] == (kept, names)
         for a, b in zip(means, other[2], strict=True):
             assert_same_bits(a, b)
+
+
+class Counting:
+    """A class whose state has no tensors, and nothing beside its own."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, state, bucket):
+        self.calls += 1
+        return user_hooks.returns_tensor(state, bucket)
+
+    def state_dict(self):
+        return {'calls': self.calls}
+
+    def load_state_dict(self, state):
+        (self.calls,) = (state.pop(name) for name in [*state])
+
+
+def hand_over(rank):
+    name = f'{HERE}.Counting'
+    with known_times({name: 0.5}) as clock:
+        ddp, auto = start([name])
+        exchange(rank, ddp, auto, clock, range(30))
+        state = auto.state_dict()
+        other, resumed = start([name])
+        resumed.load_state_dict(copy.deepcopy(state))
+        assert resumed.state_dict() == state
+        assert state['hook_state']['calls'] > 0
+        # The plain average is let go of, so this can only go on.
+        resumed.load_counters({'step': 5})
+        steps = exchange(rank, other, resumed, clock, range(3))
+        assert {step.name for step in steps} == {name}
+        assert resumed.step == 8
+        auto.close()
+        resumed.close()
+
+
+def test_a_state_without_tensors():
+    run_ranks(hand_over)
