@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..engine.hook_names import label_of
 from ..engine.spec import HookSpec
 
 __all__ = [
@@ -98,13 +99,8 @@ def _parse(text: str) -> Choice:
     if spec is None:
         return Choice(PLAIN, None)
     spec.build()  # whose constructor checks the knobs
-    # Where a name alone would clash, what tells the modules apart.
-    label = '.'.join(spec.type.split('.')[-2:])
     config = spec.as_config()
-    knobs = [f'{key}={config[key]}' for key in config if key != 'type']
-    if knobs:
-        label += f'({", ".join(knobs)})'
-    return Choice(label, config)
+    return Choice(label_of(config), config)
 
 
 def _read_dict(text: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ __all__ = [
     'alternatives',
     'by_name',
     'find_hook',
+    'label_of',
     'normalize_name',
     'refuse_misspelt_key',
 ]
@@ -91,6 +92,18 @@ def by_name(value: Any) -> Any:
     if callable(value):
         return _name_of('type', value, COMM_HOOKS.module_dict)
     return value
+
+
+def label_of(config: dict[str, Any]) -> str:
+    """Return a short name, with the knobs that were given.
+
+    Args:
+        config: ``dict(type=..., **knobs)``, of plain data.
+    """
+    # Where a name alone would clash, what tells the modules apart.
+    label = '.'.join(config['type'].split('.')[-2:])
+    knobs = [f'{key}={config[key]}' for key in config if key != 'type']
+    return f'{label}({", ".join(knobs)})' if knobs else label
 
 
 def _fold(name: str) -> str:

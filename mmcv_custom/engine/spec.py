@@ -1,7 +1,7 @@
 """From the config key ``ddp_comm_hook`` to a communication hook."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,14 @@ import torch.distributed as dist
 from ..compression.sampled_cast import SampledCast
 from ..contract import Future, adapt_hook
 from ..ddp_hooks import bf16_compress_wrapper, fp16_compress_wrapper
-from .hook_names import alternatives, by_name, find_hook, normalize_name
+from .hook_knobs import bind_knobs, check_knobs, copy_plain, is_plain
+from .hook_names import (
+    alternatives,
+    by_name,
+    find_hook,
+    label_of,
+    normalize_name,
+)
 from .registry import COMM_HOOKS
 
 __all__ = ['CommHook', 'HookSpec', 'build_comm_hook', 'normalize_comm_hook']
@@ -52,6 +59,17 @@ class CommHook:
     hook: Callable[[Any, dist.GradBucket], Future]
     instance: Any = None
     cast: SampledCast | None = None
+
+    @property
+    def label(self) -> str:
+        """Short, with the knobs that were given."""
+        return label_of(self.spec.as_config())
+
+    @property
+    def sampled(self) -> list[Any]:
+        """What can tell more of a step: with ``begin_sample``."""
+        parts = (self.cast, self.instance)
+        return [part for part in parts if hasattr(part, 'begin_sample')]
 
 
 @dataclass(frozen=True)
@@ -93,7 +111,7 @@ class HookSpec:
                 does not have or that is missing, a wrapper around a hook
                 that casts already, and a wrapper or knobs without a hook.
         """
-        knobs = _plain(cfg) if isinstance(cfg, dict) else {'type': cfg}
+        knobs = copy_plain(cfg) if isinstance(cfg, dict) else {'type': cfg}
         name = normalize_name(
             'type', knobs.pop('type', None), _ALIASES, COMM_HOOKS.module_dict
         )
@@ -114,7 +132,7 @@ class HookSpec:
                 name, target = registered, hook
                 break
         _check_wrapper(wrapper, name, target)
-        _check_knobs(name, target, knobs)
+        check_knobs(name, target, knobs)
         if getattr(target, 'is_choice', False):
             knobs = by_name(knobs)
         return cls(name, target, knobs, wrapper)
@@ -147,7 +165,7 @@ class HookSpec:
         Raises:
             TypeError, ValueError: What a class's own constructor raises.
         """
-        hook, knobs = _bind_knobs(self.target, self.knobs, process_group)
+        hook, knobs = bind_knobs(self.target, self.knobs, process_group)
         instance = hook if inspect.isclass(self.target) else None
         name = self.type
         # None leaves the choice to the hook. Other objects are left out, as
@@ -155,7 +173,7 @@ class HookSpec:
         shown = [
             f'{k}={v}'
             for k, v in knobs.items()
-            if v is not None and _is_plain(v)
+            if v is not None and is_plain(v)
         ]
         if shown:
             name += f'[{", ".join(shown)}]'
@@ -189,58 +207,6 @@ def build_comm_hook(
     return None if spec is None else spec.build(process_group)
 
 
-def _plain(value: Any) -> Any:
-    """Copy a config as plain data: MMEngine's dicts answer to any name."""
-    if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f'ddp_comm_hook: {key!r} is no name of a knob')
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        if type(value) not in (list, tuple):
-            raise TypeError(
-                f'ddp_comm_hook: {value!r} is a {type(value).__name__}, which '
-                'a dumped config cannot hold; write a plain list, tuple or '
-                'dict'
-            )
-        return type(value)(map(_plain, value))
-    return value
-
-
-def _parameters_of(target: Callable) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(target).parameters
-    except ValueError:  # some builtins have none
-        return {}
-
-
-def _knob_parameters(target: Callable) -> dict[str, inspect.Parameter]:
-    """Return what a hook takes besides the arguments we or DDP supply."""
-    parameters = list(_parameters_of(target).values())
-    if not inspect.isclass(target):
-        # DDP supplies the first two: state and bucket.
-        leading = [
-            p
-            for p in parameters
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ][:2]
-        parameters = [p for p in parameters if p not in leading]
-    return {
-        p.name: p
-        for p in parameters
-        if p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)
-        and not (inspect.isclass(target) and p.name == 'process_group')
-    }
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
 def _check_wrapper(wrapper: str | None, name: str, target: Callable) -> None:
     if wrapper is not None and wrapper not in _WRAPPERS:
         raise ValueError(
@@ -257,38 +223,3 @@ def _check_wrapper(wrapper: str | None, name: str, target: Callable) -> None:
             f'ddp_comm_hook: wrapper={wrapper!r} around {name!r}, which '
             'chooses between hooks; give it to one of those'
         )
-
-
-def _check_knobs(name: str, target: Callable, knobs: dict) -> None:
-    parameters = _knob_parameters(target)
-    named = {k: p for k, p in parameters.items() if p.kind != p.VAR_KEYWORD}
-    for knob in knobs:
-        if knob not in named and named == parameters:
-            raise ValueError(
-                f'ddp_comm_hook {name!r} has no knob {knob!r}; '
-                + (alternatives(knob, list(named)) if named else 'it has none')
-            )
-    missing = [
-        knob
-        for knob, p in named.items()
-        if p.default is p.empty and knob not in knobs
-    ]
-    if missing:
-        raise ValueError(f'ddp_comm_hook {name!r} needs {", ".join(missing)}')
-
-
-def _bind_knobs(
-    target: Callable, knobs: dict, process_group: dist.ProcessGroup | None
-) -> tuple[Callable, dict]:
-    """Return the hook with its knobs bound, and all knobs, defaults too."""
-    defaults = {
-        knob: p.default
-        for knob, p in _knob_parameters(target).items()
-        if p.default is not p.empty
-    }
-    resolved = {**defaults, **knobs}
-    if not inspect.isclass(target):
-        return (partial(target, **knobs) if knobs else target), resolved
-    if 'process_group' in _parameters_of(target):
-        knobs = {**knobs, 'process_group': process_group}
-    return target(**knobs), resolved

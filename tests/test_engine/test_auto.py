@@ -173,6 +173,9 @@ class NotHere:
 STATEFUL = 'tests.user_hooks.Stateful'
 FUTURE = 'tests.user_hooks.returns_future'
 FP16_FUTURE = {'type': FUTURE, 'wrapper': 'fp16'}
+# As they are named among others.
+STATEFUL_HOOK = 'user_hooks.Stateful'
+FUTURE_HOOK = 'user_hooks.returns_future'
 CHOICES = {
     'the fastest': (['fp16', 'int8'], {'fp16': 0.6, 'int8': 0.5}, 'int8'),
     'the first of equals': (
@@ -181,12 +184,20 @@ CHOICES = {
         'fp16',
     ),
     'plain': (['fp16', 'int8'], {'fp16': 0.99, 'int8': 1.1}, PLAIN),
-    'a function': ([FUTURE, 'int8'], {FUTURE: 0.5, 'int8': 0.9}, FUTURE),
-    'a class without methods': ([STATEFUL], {STATEFUL: 0.5}, STATEFUL),
+    'a function': (
+        [FUTURE, 'int8'],
+        {FUTURE_HOOK: 0.5, 'int8': 0.9},
+        FUTURE_HOOK,
+    ),
+    'a class without methods': (
+        [STATEFUL],
+        {STATEFUL_HOOK: 0.5},
+        STATEFUL_HOOK,
+    ),
     'a wrapper': (
         ['fp16', FP16_FUTURE],
-        {f'{FUTURE}(wrapper=fp16)': 0.5},
-        f'{FUTURE}(wrapper=fp16)',
+        {f'{FUTURE_HOOK}(wrapper=fp16)': 0.5},
+        f'{FUTURE_HOOK}(wrapper=fp16)',
     ),
     'one that begins later': (
         [{**POWERSGD, 'use_error_feedback': False}],

@@ -134,7 +134,7 @@ RESUMED = {
     'plain': (auto('fp16'), {'fp16': 2.0}, 34, WIDE),
     'function': (
         auto('tests.user_hooks.returns_future'),
-        {'tests.user_hooks.returns_future': 0.5},
+        {'user_hooks.returns_future': 0.5},
         34,
         WIDE,
     ),

@@ -142,7 +142,7 @@ def test_gradients_that_are_not_finite_tell_no_error():
         return ERRORS[HALF] if step >= first else None
 
     choice, turns = go(always(SECONDS), errors={HALF: later, QUARTER: None})
-    assert turns.count(Turn(HALF, True)) == first - 8
+    assert turns.count(Turn(HALF, True)) == first - 6
     assert turns.count(Turn(QUARTER, True)) == 20
     assert choice.option == HALF
     assert 'no step had finite gradients to try quarter on' in choice.reason

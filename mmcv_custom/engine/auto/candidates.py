@@ -1,14 +1,13 @@
 """The hooks that a trial is about."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 
 from ..registry import PLAIN_AVERAGE
 from ..spec import CommHook, HookSpec
 
-__all__ = ['build_hooks', 'label_of']
+__all__ = ['build_hooks']
 
 
 def build_hooks(
@@ -50,10 +49,3 @@ def build_hooks(
             raise ValueError(f'candidates: {candidate!r} is named twice')
         specs.append(spec)
     return [spec.build(process_group) for spec in specs]
-
-
-def label_of(spec: HookSpec) -> str:
-    """Return a short name, with the knobs that were given."""
-    config: dict[str, Any] = spec.as_config()
-    knobs = [f'{k}={v}' for k, v in config.items() if k != 'type']
-    return spec.type + (f'({", ".join(knobs)})' if knobs else '')

@@ -17,7 +17,7 @@ from ...named_hook import Future
 from ...parameters import reduced_parameters
 from ..hook_state import has_state
 from ..registry import CANDIDATES, COMM_HOOKS
-from .candidates import build_hooks, label_of
+from .candidates import build_hooks
 from .running import RunningTrial, largest
 from .several import SeveralHooks, log
 from .trial import PLAIN, Option, Trial, Turn
@@ -127,7 +127,7 @@ class Auto(SeveralHooks):
     @property
     def exchange_name(self) -> str:
         """What exchanges the gradients, for the log."""
-        return label_of(self._hooks[self._turn.option].spec)
+        return self._hooks[self._turn.option].label
 
     def step_bytes(
         self, bucket_dtype: torch.dtype | None = None
@@ -255,7 +255,7 @@ class Auto(SeveralHooks):
 
     def _new_trial(self) -> RunningTrial:
         options = [
-            Option(number, label_of(hook.spec), self._byte_ratio(number))
+            Option(number, hook.label, self._byte_ratio(number))
             for number, hook in self._hooks.items()
         ]
         # Before they compress, they are the plain average.

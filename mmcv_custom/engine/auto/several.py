@@ -15,7 +15,6 @@ from ...compression.topology import Topology, find_topology
 from ...parameters import reduced_parameters
 from ..binding import bind_comm_hook, check_backend
 from ..spec import CommHook
-from .candidates import label_of
 
 __all__ = ['SeveralHooks', 'log']
 
@@ -48,7 +47,7 @@ class SeveralHooks:
                 check_backend(hook, ddp)
             except RuntimeError as error:
                 del self._hooks[number]
-                name = label_of(hook.spec)
+                name = hook.label
                 log(f'{name} is left out: {error}', logging.WARNING)
         for hook in self._hooks.values():
             bind_comm_hook(hook, ddp)
@@ -60,7 +59,7 @@ class SeveralHooks:
         """Tell them; what they log begins with their name."""
         for hook in self._hooks.values():
             if hasattr(hook.instance, 'on_train_start'):
-                logger = _Prefixed(training.logger, label_of(hook.spec))
+                logger = _Prefixed(training.logger, hook.label)
                 hook.instance.on_train_start(replace(training, logger=logger))
 
     def settle(self) -> bool:
@@ -106,20 +105,20 @@ class SeveralHooks:
         """What a sampled step may tell."""
         names = [
             name
-            for each in self._having('sample_names')
-            for name in each.sample_names
+            for each in self._sampled()
+            for name in getattr(each, 'sample_names', ())
         ]
         return [*dict.fromkeys(names)]
 
     def begin_sample(self) -> None:
         """Look more closely at the next step."""
-        for each in self._having('begin_sample'):
+        for each in self._sampled():
             each.begin_sample()
 
     def end_sample(self) -> dict[str, float]:
         """End it; return what the hook has told that exchanged it."""
         told: dict[str, float] = {}
-        for each in self._having('end_sample'):
+        for each in self._sampled():
             told |= each.end_sample()
         return told
 
@@ -159,6 +158,10 @@ class SeveralHooks:
         if not hasattr(hook.instance, 'step_bytes'):
             return None
         return hook.instance.step_bytes(hook.spec.bucket_dtype)
+
+    def _sampled(self) -> Iterator[Any]:
+        for hook in self._hooks.values():
+            yield from hook.sampled
 
     def _having(self, name: str) -> Iterator[Any]:
         """Yield the instances that have an attribute."""

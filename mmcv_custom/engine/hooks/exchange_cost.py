@@ -62,11 +62,7 @@ class ExchangeCostHook(Hook):
     def __init__(self, comm_hook: CommHook | None) -> None:
         self.comm_hook = comm_hook
         self.instance = comm_hook and comm_hook.instance
-        self._sampled = [
-            each
-            for each in (comm_hook and comm_hook.cast, self.instance)
-            if hasattr(each, 'begin_sample')
-        ]
+        self._sampled = comm_hook.sampled if comm_hook else []
         self._logger_hook: LoggerHook | None = None
         self._bytes: StepBytes | None = None
         self._steps = 0  # since the last line, also those not timed
