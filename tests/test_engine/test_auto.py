@@ -31,6 +31,7 @@ from tests.test_engine.trials import (
 )
 
 HERE = __name__
+IN_LOG = HERE.split('.')[-1]  # as the log names the hooks of this module
 INT8 = {'type': 'int8', 'use_error_feedback': True}
 INT8_NAME = 'int8(use_error_feedback=True)'
 POWERSGD = {
@@ -210,7 +211,7 @@ CHOICES = {
     ),
     'not what the backend lacks': (
         [f'{HERE}.NotHere', 'fp16'],
-        {'fp16': 0.6, f'{HERE}.NotHere': 0.1},
+        {'fp16': 0.6, f'{IN_LOG}.NotHere': 0.1},
         'fp16',
     ),
 }
@@ -442,7 +443,7 @@ def test_steps_that_are_left_out_are_counted_as_they_are():
     counts = [step.skipped for step in first]
     assert counts == [step.skipped for step in second]
     for before, step, now in zip([0, *counts], first, counts, strict=False):
-        noticed = step.name not in (PLAIN, f'{HERE}.Overflows')
+        noticed = step.name not in (PLAIN, f'{IN_LOG}.Overflows')
         finite = all(g.isfinite().all() for g in step.average)
         assert now - before == (noticed and not finite), step.name
     assert counts[-1] > 0
@@ -546,12 +547,12 @@ class Counting:
 
 
 def hand_over(rank):
-    name = f'{HERE}.Counting'
+    path, name = f'{HERE}.Counting', f'{IN_LOG}.Counting'
     with known_times({name: 0.5}) as clock:
-        ddp, auto = start([name])
+        ddp, auto = start([path])
         exchange(rank, ddp, auto, clock, range(30))
         state = auto.state_dict()
-        other, resumed = start([name])
+        other, resumed = start([path])
         resumed.load_state_dict(copy.deepcopy(state))
         assert resumed.state_dict() == state
         assert state['hook_state']['calls'] > 0

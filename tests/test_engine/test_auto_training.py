@@ -160,7 +160,7 @@ def test_resume_keeps_the_choice(tmp_path):
             assert f'{kept} is kept, as it was chosen before' in line
             path = tmp_path / name / f'resumed/iter_{k}.pth.comm_hook'
             part = torch.load(path / f'rank{rank}.pth', weights_only=True)
-            assert part['state']['hook'].startswith(kept.split('(')[0])
+            assert kept.split('(')[0] in part['state']['hook']
 
 
 def resume_in_another_way(rank, work_dir, cases):
