@@ -18,10 +18,11 @@ ALLOWED = {
     'named_hook': {'profiling', 'torch'},
     'contract': {'named_hook', 'torch'},
     'ddp_hooks': {'contract', 'named_hook', 'torch'},
+    'costs': set(),
     'names': set(),
     'parameters': {'contract', 'names', 'torch'},
     'compression': {
-        *('contract', 'ddp_hooks', 'parameters', 'profiling'),
+        *('contract', 'costs', 'ddp_hooks', 'parameters', 'profiling'),
         'torch',
     },
     'files': {'torch', 'numpy', 'safetensors', 'mmengine'},
@@ -33,7 +34,7 @@ ALLOWED = {
         *('files', 'names', 'torch', 'timm', 'mmcv', 'mmengine', 'mmseg')
     },
     'benchmark': {
-        *('compression', 'contract', 'engine'),
+        *('compression', 'contract', 'costs', 'engine'),
         *('torch', 'mmengine', 'mmseg', 'rich', 'matplotlib'),
     },
     'trainings': {

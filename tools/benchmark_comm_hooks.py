@@ -5,6 +5,8 @@
         --nodes 2 --ranks-per-node 2                 # emulated machines
     torchrun ... tools/benchmark_comm_hooks.py       # real ones
     srun ... python tools/benchmark_comm_hooks.py --launcher slurm
+    ... --predict nodes=8 ranks_per_node=8 rate=25gbit   # beside a run
+    ... the same --step-ms 900 --config CONFIG           # without one
 
 Every round times one step of each hook in turn, so that what disturbs one
 disturbs all. Emulated machines are network namespaces of this one; they need
@@ -17,6 +19,7 @@ as torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook
 import argparse
 import os
 import sys
+from pathlib import Path
 
 import config_step  # noqa: F401 (finds the sources beside this folder)
 import torch
@@ -25,22 +28,27 @@ from mmengine.dist import init_dist
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from mmcv_custom.benchmark.charts import check_files, draw
+from mmcv_custom.benchmark.assumed import look_ahead
+from mmcv_custom.benchmark.charts import draw
+from mmcv_custom.benchmark.cluster import Cluster
 from mmcv_custom.benchmark.hooks import DEFAULT_HOOKS, choose
 from mmcv_custom.benchmark.launching import (
     clean_exit,
     run_emulated,
     run_local,
 )
-from mmcv_custom.benchmark.links import LinkError, Rate, check_rights
+from mmcv_custom.benchmark.links import LinkError, Rate
 from mmcv_custom.benchmark.measuring import measure
 from mmcv_custom.benchmark.method import usable
-from mmcv_custom.benchmark.tables import show
+from mmcv_custom.benchmark.options import check_options, is_rank
+from mmcv_custom.benchmark.results import Outlook, Report
+from mmcv_custom.benchmark.tables import show, show_outlook
 from mmcv_custom.benchmark.workload import (
     Workload,
     load_config,
     make_layers,
     make_segmentor,
+    make_shapes,
 )
 from mmcv_custom.engine.cpu_group import init_cpu_group
 
@@ -62,16 +70,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     _add_measurements(parser)
     _add_places(parser)
+    _add_predictions(parser)
     _add_results(parser)
     args = parser.parse_args(argv)
     try:
         args.default_hooks = not args.hooks
         args.hooks = choose(args.hooks or DEFAULT_HOOKS)
         args.rate = [Rate.parse(text) for text in args.rate]
+        args.predict = [Cluster.parse(words) for words in args.predict]
         args.cfg = load_config(args.config) if args.config else None
-        _check_numbers(args)
-        _check_place(args)
-        check_files(args.json, args.chart)
+        check_options(args)
     except (ImportError, LinkError, OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     return args
@@ -123,64 +131,32 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_predictions(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group('prediction')
+    what.add_argument(
+        '--predict',
+        nargs='+',
+        action='append',
+        default=[],
+        metavar='KEY=VALUE',
+        help='a cluster, as nodes=8 ranks_per_node=8 rate=25gbit; may be\n'
+        'repeated. From a run on this machine; links of --rate show how\n'
+        'well it can be predicted',
+    )
+    what.add_argument(
+        '--step-ms',
+        type=float,
+        help='run nothing: a step without exchange takes that long, in a log\n'
+        '1000 `time` - `exchange_ms`; with --config or --params',
+    )
+
+
 def _add_results(parser: argparse.ArgumentParser) -> None:
     result = parser.add_argument_group('result, beside the tables')
     result.add_argument('--json', metavar='FILE')
     result.add_argument('--chart', metavar='FILE.png')
     # Of the ranks that this script starts: where they meet.
     parser.add_argument('--store', help=argparse.SUPPRESS)
-
-
-def _check_numbers(args: argparse.Namespace) -> None:
-    names = 'batch rounds error_steps ranks nodes ranks_per_node params'
-    for name in names.split():
-        value = getattr(args, name)
-        if value is not None and not 1 <= value < float('inf'):
-            option = name.replace('_', '-')
-            raise ValueError(f'--{option} {value} must be at least 1')
-    if args.error_steps % 2:
-        raise ValueError(f'--error-steps {args.error_steps} must be even')
-    if args.cfg and args.params:
-        raise ValueError('take one of --config and --params')
-
-
-def _check_place(args: argparse.Namespace) -> None:
-    emulated = bool(args.nodes or args.ranks_per_node)
-    if args.store:
-        return  # checked by who has started this
-    if is_rank(args):
-        if args.rate or args.ranks or emulated:
-            raise ValueError(
-                'under a launcher, machines and network are what they are: '
-                'leave out --rate, --ranks, --nodes and --ranks-per-node'
-            )
-    elif args.rate:
-        if args.ranks:
-            raise ValueError(
-                '--ranks is without --rate; take --nodes and --ranks-per-node'
-            )
-        args.nodes, args.ranks_per_node = (
-            args.nodes or 2,
-            args.ranks_per_node or 1,
-        )
-        check_rights(args.nodes)
-    elif emulated:
-        raise ValueError(
-            '--nodes and --ranks-per-node need --rate, such as --rate 1gbit: '
-            'only emulated links have a machine at each end'
-        )
-    else:
-        args.ranks = args.ranks or 2
-        gpus = torch.cuda.device_count()
-        if 0 < gpus < args.ranks:
-            raise ValueError(
-                f'--ranks {args.ranks}, but there are {gpus} GPUs'
-            )
-
-
-def is_rank(args: argparse.Namespace) -> bool:
-    """Whether a launcher, perhaps this script, has started this process."""
-    return 'RANK' in os.environ or args.launcher is not None
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -199,24 +175,56 @@ def launch(args: argparse.Namespace) -> int:
 def work(args: argparse.Namespace) -> None:
     """Measure, as one of the ranks; the first one reports."""
     start_process_group(args)
-    console = Console(highlight=False)
-    if not console.is_terminal:  # rich would take it for a narrow one
-        console.width = _WIDTH
+    console = make_console()
     is_first = dist.get_rank() == 0
     workload, choices = make_workload(args), args.hooks
     if args.default_hooks:  # nobody has asked for one that cannot run here
         say = console.print if is_first else lambda line: None
         choices = usable(choices, workload, say)
     report = measure(
-        workload, choices, args.rate, args.rounds, args.error_steps, console
+        workload,
+        choices,
+        args.rate,
+        args.rounds,
+        args.error_steps,
+        console,
+        args.predict,
     )
     if is_first:
         console.print(show(report))
-        if args.json:
-            report.write_json(args.json)
-        if args.chart:
-            draw(report).savefig(args.chart, dpi=150)
+        write_files(args, report)
     dist.destroy_process_group()
+
+
+def predict(args: argparse.Namespace) -> None:
+    """Predict from shapes and a step time alone."""
+    if args.cfg:
+        name, model = Path(args.config).stem, make_shapes(args.cfg)
+    else:
+        meta = torch.device('meta')
+        workload = make_layers(args.params, 1, 0, meta)
+        name, model = workload.name, workload.model
+    outlook = look_ahead(
+        name, model, args.hooks, args.predict, args.step_ms / 1e3
+    )
+    make_console().print(show_outlook(outlook))
+    write_files(args, outlook)
+
+
+def make_console() -> Console:
+    """Return what prints the tables."""
+    console = Console(highlight=False)
+    if not console.is_terminal:  # rich would take it for a narrow one
+        console.width = _WIDTH
+    return console
+
+
+def write_files(args: argparse.Namespace, result: Report | Outlook) -> None:
+    """Write those that were asked for."""
+    if args.json:
+        result.write_json(args.json)
+    if args.chart:
+        draw(result).savefig(args.chart, dpi=150)
 
 
 def start_process_group(args: argparse.Namespace) -> None:
@@ -248,6 +256,8 @@ def make_workload(args: argparse.Namespace) -> Workload:
 def main() -> int | None:
     """Measure as one of the ranks, or start them."""
     args = parse_args()
+    if args.step_ms:
+        return predict(args)
     return work(args) if is_rank(args) else launch(args)
 
 

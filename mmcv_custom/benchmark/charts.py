@@ -7,7 +7,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from .hooks import PLAIN
-from .results import LinkResult, Report, Timing
+from .results import (
+    ClusterForecast,
+    LinkResult,
+    Outlook,
+    Report,
+    Spread,
+    Timing,
+)
 from .tables import describe_nodes
 
 __all__ = ['check_files', 'draw', 'supported_formats']
@@ -50,18 +57,24 @@ def check_files(json: str | None, chart: str | None) -> None:
         )
 
 
-def draw(report: Report) -> Figure:
-    """Draw the step time of each hook, a panel per link."""
-    links, hooks = len(report.links), len(report.costs)
-    height = 1.3 + links * (0.9 + hooks * _INCH_PER_HOOK)
+def draw(result: Report | Outlook) -> Figure:
+    """Draw the step time of each hook, a panel per link or cluster."""
+    links, title = [], result.setting['workload']
+    if isinstance(result, Report):
+        links += result.links
+        title += f'; {describe_nodes(result)}'
+    measured = len(links)
+    if result.prediction:
+        links += map(_as_link, result.prediction.clusters)
+    hooks = max(len(link.timings) for link in links)
+    height = 1.3 + len(links) * (0.9 + hooks * _INCH_PER_HOOK)
     figure = Figure(figsize=(8, height), layout='constrained')
-    panels = figure.subplots(links, squeeze=False)[:, 0]
-    for axes, link in zip(panels, report.links, strict=True):
+    panels = figure.subplots(len(links), squeeze=False)[:, 0]
+    for axes, link in zip(panels, links, strict=True):
         _draw_link(axes, link)
-    figure.suptitle(
-        f'{report.setting["workload"]}; {describe_nodes(report)}',
-        fontsize='medium',
-    )
+    for axes, link in zip(panels[measured:], links[measured:], strict=True):
+        _draw_ranges(axes, link)
+    figure.suptitle(title, fontsize='medium')
     lines, *bars = panels[0].get_legend_handles_labels()[0]
     figure.legend(
         handles=[*bars, lines],
@@ -70,6 +83,34 @@ def draw(report: Report) -> Figure:
         frameon=False,
     )
     return figure
+
+
+def _as_link(cluster: ClusterForecast) -> LinkResult:
+    """Return a cluster as if it had been measured; its range is the spread.
+
+    The range begins at the floor.
+    """
+    return LinkResult(
+        f'predicted (thin line: range): {cluster.cluster}',
+        cluster.rate_bytes_per_s,
+        None,
+        Spread.of([cluster.no_op_s]),
+        cluster.first_bucket_s,
+        [
+            Timing(
+                hook=f.hook,
+                step_s=Spread(f.step_s, f.low_s, f.high_s, f.low_s, f.high_s),
+                exposed_s=f.exposed_s,
+                hidden_s=f.hidden_s,
+                kernel_bytes=None,
+                speed=f.speed,
+                floor_s=f.low_s,
+                ratio=f.step_s / f.low_s,
+                net_ratio=None,
+            )
+            for f in cluster.forecasts
+        ],
+    )
 
 
 def _draw_link(axes: Axes, link: LinkResult) -> None:
@@ -100,6 +141,20 @@ def _draw_link(axes: Axes, link: LinkResult) -> None:
         label=_FLOOR,
     )
     _write_labels(axes, link, max(ends + floors))
+
+
+def _draw_ranges(axes: Axes, link: LinkResult) -> None:
+    rows = range(len(link.timings))
+    steps = [timing.step_s for timing in link.timings]
+    axes.hlines(
+        [row + _BAR / 2 for row in rows],
+        [step.minimum for step in steps],
+        [step.maximum for step in steps],
+        color='black',
+        linewidth=1.5,
+    )
+    longest_s = max(step.maximum for step in steps)
+    axes.set_xlim(0, max(axes.get_xlim()[1], 1.05 * longest_s))
 
 
 def _parts(timing: Timing) -> tuple[float, float, float]:

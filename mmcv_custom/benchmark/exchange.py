@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ..compression import AllReduce
-from ..compression.collective import Sent
+from ..compression.collective import sum_sent
 from ..compression.topology import Topology
 from .method import Method
 
@@ -25,9 +25,8 @@ def counted_bytes(
     """
     if method.comm_hook is None:
         parameters = [p for p in method.ddp.parameters() if p.requires_grad]
-        rank = dist.get_rank()
         traffic = AllReduce().traffic(parameters, topology)
-        sent = sum((t.sent(topology, rank) for t in traffic), Sent())
+        sent = sum_sent(traffic, topology, dist.get_rank())
         return steps * sent.rank, steps * sent.node
     return (
         getattr(method.hook, 'sent_bytes', None),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
+    'BURST_BYTES',
     'DEVICE',
     'LinkError',
     'Rate',
@@ -25,7 +26,7 @@ _UNITS = {'kbit': 1e3, 'mbit': 1e6, 'gbit': 1e9}
 _MAX_NODES = 254  # of one subnet
 # Small, as a step may send that much at once, whatever the rate; but not less
 # than the kernel's largest packets, which it would have to cut.
-_BURST = '128kb'
+BURST_BYTES = 128 * 2**10
 
 
 class LinkError(RuntimeError):
@@ -141,7 +142,7 @@ def limit(rate: Rate, machine: str | None = None) -> None:
         machine: Its name; by default the one that this process is on.
     """
     bits = f'{rate.bits_per_s:.0f}bit'
-    how = f'tbf rate {bits} burst {_BURST} latency 400ms'
+    how = f'tbf rate {bits} burst {BURST_BYTES}b latency 400ms'
     where = '' if machine is None else f'-n {machine} '
     _run(f'tc {where}qdisc replace dev {DEVICE} root {how}')
 

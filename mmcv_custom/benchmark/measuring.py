@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,13 +12,22 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..compression.topology import Topology, find_topology
+from .bases import MEASURED, measured_bases
+from .cluster import Cluster
 from .computing import measure_compute, measure_copy, measure_guard
 from .exchange import exact_gradients, measure_exchange
 from .hooks import PLAIN, WARMUP_STEPS, Choice
 from .links import Rate, limit
 from .method import NO_OP, Method, NoOp
+from .prediction import Predictor, check_place
 from .results import Cost, LinkResult, Report
-from .timing import find_device, measure_reached, summarize, time_steps
+from .timing import (
+    find_device,
+    measure_reached,
+    measure_transport,
+    summarize,
+    time_steps,
+)
 from .workload import Workload
 
 __all__ = ['measure']
@@ -30,6 +40,7 @@ def measure(
     rounds: int,
     error_steps: int,
     console: Console,
+    clusters: Sequence[Cluster] = (),
 ) -> Report:
     """Measure hooks; all ranks of the default group call it alike.
 
@@ -41,14 +52,41 @@ def measure(
         rounds: Of one step of each hook, per link.
         error_steps: How many steps errors are measured in.
         console: Where the first rank shows a progress bar, on a terminal.
+        clusters: To predict, from steps before the first limit.
 
     Returns:
         The report; `copy_s` and `guard_s` are of this rank, all else is of
         all ranks and the same on each.
+
+    Raises:
+        ValueError: If clusters cannot be predicted from what connects the
+            ranks.
     """
     device = next(workload.model.parameters()).device
     topology = find_topology(dist.group.WORLD, device)
-    links_steps = max(1, len(rates)) * (rounds + 1) * (len(choices) + 1)
+    numbers = rounds, error_steps
+    if not clusters:
+        limits = rates or [None]
+        return _measure(workload, choices, limits, *numbers, topology, console)
+    check_place(topology, is_emulated=bool(rates))
+    transport = measure_transport(topology)
+    limits = [None, *rates]
+    report = _measure(workload, choices, limits, *numbers, topology, console)
+    predictor = Predictor(choices, workload.trained, device.type)
+    return _predict(predictor, report, topology, transport, rates, clusters)
+
+
+def _measure(
+    workload: Workload,
+    choices: list[Choice],
+    limits: Sequence[Rate | None],
+    rounds: int,
+    error_steps: int,
+    topology: Topology,
+    console: Console,
+) -> Report:
+    """Measure hooks without a limit (None), or with one, in this order."""
+    links_steps = len(limits) * (rounds + 1) * (len(choices) + 1)
     ticks = len(choices) * (1 + error_steps) + links_steps
     with _progress_bar(ticks, console) as tick:
         computes = _measure_computes(workload, choices, rounds, tick)
@@ -58,9 +96,12 @@ def measure(
         costs = _measure_costs(
             methods, choices, computes, error_steps, topology, tick
         )
+        is_emulated = any(limits)
         links = [
-            _measure_link(methods, rate, rounds, topology, costs, tick)
-            for rate in rates or [None]
+            _measure_link(
+                methods, rate, is_emulated, rounds, topology, costs, tick
+            )
+            for rate in limits
         ]
     for method in methods.values():
         method.close()
@@ -69,9 +110,33 @@ def measure(
         copy_s=measure_copy(workload, rounds),
         guard_s=guard_s,
         buckets=len(no_op.notes.buckets),
+        bucket_share=no_op.notes.largest_share,
         costs=costs,
         links=links,
     )
+
+
+def _predict(
+    predictor: Predictor,
+    report: Report,
+    topology: Topology,
+    transport: tuple[float, float],
+    rates: Sequence[Rate],
+    clusters: Sequence[Cluster],
+) -> Report:
+    """Add a prediction."""
+    bases = measured_bases(
+        report,
+        predictor.sent(topology),
+        *transport,
+        _has_spare_cores(bool(rates), topology),
+    )
+    checks = [
+        predictor.check(link, rate, topology, bases)
+        for link, rate in zip(report.links[1:], rates, strict=True)
+    ]
+    prediction = predictor.predict(bases, clusters, MEASURED, checks)
+    return replace(report, prediction=prediction)
 
 
 def _make_methods(
@@ -128,6 +193,7 @@ def _measure_computes(
 def _measure_link(
     methods: dict[str, Method],
     rate: Rate | None,
+    is_emulated: bool,
     rounds: int,
     topology: Topology,
     costs: list[Cost],
@@ -138,10 +204,12 @@ def _measure_link(
         name = f'{rate.name} per node'
         dist.barrier()
         limit(rate)
+    elif is_emulated:
+        name = 'no limit'
     dist.barrier()
     reached = measure_reached(topology)
     rows = time_steps(methods, rounds, find_device(topology), tick)
-    is_aside = dist.get_backend() == 'nccl' or _has_spare_cores(rate, topology)
+    is_aside = _has_spare_cores(is_emulated, topology)
     return summarize(
         name, rate and rate.bytes_per_s, reached, rows, costs, is_aside
     )
@@ -176,11 +244,13 @@ def _setting(
     }
 
 
-def _has_spare_cores(rate: Rate | None, topology: Topology) -> bool:
-    """Whether each rank has a second core, for what its hook computes."""
+def _has_spare_cores(is_emulated: bool, topology: Topology) -> bool:
+    """Whether hooks have a core beside the step's, or an accelerator."""
+    if dist.get_backend() == 'nccl':
+        return True
     # All emulated nodes are this machine.
-    ranks = dist.get_world_size() if rate else max(map(len, topology.nodes))
-    return _cores() >= 2 * ranks
+    largest = max(map(len, topology.nodes))
+    return _cores() >= 2 * (topology.size if is_emulated else largest)
 
 
 def _cores() -> int:

@@ -146,6 +146,12 @@ class Notes:
         self.buckets: list[dist.GradBucket] = []
         self._start = time.perf_counter()
 
+    @property
+    def largest_share(self) -> float:
+        """The part of all bytes that the largest bucket has."""
+        sizes = [bucket.buffer().nbytes for bucket in self.buckets]
+        return max(sizes) / sum(sizes)
+
     def __call__(
         self, state: object, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    'ClusterForecast',
     'Cost',
+    'Forecast',
+    'LinkCheck',
     'LinkResult',
+    'Outlook',
+    'Prediction',
     'Report',
     'Spread',
     'Timing',
-    'floor_s',
 ]
 
 
@@ -80,7 +84,7 @@ class Timing:
         kernel_bytes: What left the node that sent the most, as the kernel
             counts it, headers included; None where nobody counts.
         speed: Steps per second, over plain DDP's.
-        floor_s: What a step takes at least; see :func:`floor_s`.
+        floor_s: What a step takes at least; see :func:`costs.floor_s`.
         ratio: The step over the floor.
         net_ratio: The same with the rate that a large all-reduce reaches;
             None on one node.
@@ -120,7 +124,117 @@ class LinkResult:
 
 
 @dataclass(frozen=True)
-class Report:
+class Forecast:
+    """What a hook's step is predicted to take on a cluster.
+
+    Attributes:
+        hook: Its label.
+        rank_bytes: What a rank sends in a step.
+        node_bytes: What a node sends to others.
+        step_s: Likely.
+        low_s: At least.
+        high_s: At most.
+        exposed_s: Without exchange it would likely take so much less.
+        hidden_s: The exchange that likely goes on during the backward pass.
+        speed: Steps per second, over plain DDP's.
+    """
+
+    hook: str
+    rank_bytes: int
+    node_bytes: int
+    step_s: float
+    low_s: float
+    high_s: float
+    exposed_s: float
+    hidden_s: float
+    speed: float
+
+
+@dataclass(frozen=True)
+class ClusterForecast:
+    """All hooks on one cluster.
+
+    Attributes:
+        cluster: In words.
+        rate_bytes_per_s: Of a node's link.
+        no_op_s: Likely, of a step without exchange.
+        first_bucket_s: Of that step, until the first bucket is ready.
+        forecasts: Of each hook.
+    """
+
+    cluster: str
+    rate_bytes_per_s: float
+    no_op_s: float
+    first_bucket_s: float
+    forecasts: list[Forecast]
+
+
+@dataclass(frozen=True)
+class LinkCheck:
+    """How well a link was predicted, from what was not measured over it.
+
+    Attributes:
+        link: Its name.
+        no_op_ratio: Of the step without exchange, the one that the prediction
+            starts from over the one that was measured along with the link:
+            what has nothing to do with either, but with the machine.
+        ratios: By hook, the predicted step over the measured one.
+        worst: The one that is furthest from 1.
+        order_is_right: Whether of any two hooks one of which was faster in
+            all rounds, than the other in any, it was predicted to be it.
+        outside: The hooks that were measured outside of their ranges.
+    """
+
+    link: str
+    no_op_ratio: float
+    ratios: dict[str, float]
+    worst: float
+    order_is_right: bool
+    outside: list[str]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Clusters that a run has predicted, and links that it has checked.
+
+    Attributes:
+        bases: What is known or assumed, by 'low', 'likely' and 'high'.
+        gradient_bytes: Of all gradients.
+        clusters: As they were named.
+        checks: Of each link whose rate is known.
+        left_out: Hooks that do not say what they send.
+        notes: What is assumed, in words.
+    """
+
+    bases: dict[str, Any]
+    gradient_bytes: int
+    clusters: list[ClusterForecast]
+    checks: list[LinkCheck]
+    left_out: list[str]
+    notes: str
+
+
+class _Written:
+    def write_json(self, path: str) -> None:
+        """Write all fields under their names; units are in the names."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + '\n')
+
+
+@dataclass(frozen=True)
+class Outlook(_Written):
+    """A prediction without a run.
+
+    Attributes:
+        setting: What was predicted.
+        prediction: It.
+    """
+
+    setting: dict[str, Any]
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Report(_Written):
     """Everything that a run has measured.
 
     Attributes:
@@ -129,43 +243,17 @@ class Report:
             hook's compute with.
         guard_s: What the checks of a hook's result take, per bucket.
         buckets: Of a step.
+        bucket_share: The part of all gradients that the largest of them has.
         costs: Of each hook.
         links: In the order of measuring.
+        prediction: Of clusters that were named.
     """
 
     setting: dict[str, Any]
     copy_s: float
     guard_s: float
     buckets: int
+    bucket_share: float
     costs: list[Cost]
     links: list[LinkResult]
-
-    def write_json(self, path: str) -> None:
-        """Write all fields under their names; units are in the names."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + '\n')
-
-
-def floor_s(
-    no_op_s: float,
-    first_bucket_s: float,
-    compute_s: float,
-    node_bytes: float | None,
-    bytes_per_s: float | None,
-) -> float:
-    """Return what a step takes at least, in seconds.
-
-    A rank has to compute its step and what the hook computes, on one core.
-    And the link can carry nothing before the first bucket is ready, and has
-    to carry all then.
-
-    Args:
-        no_op_s: Of a step without exchange.
-        first_bucket_s: Of that step, until the first bucket is ready.
-        compute_s: Of the hook. 0 where it has a core of its own.
-        node_bytes: Sent by a node in a step; None if nobody counts.
-        bytes_per_s: The rate of its link; None if it is not known.
-    """
-    busy = no_op_s + compute_s
-    if node_bytes is None or bytes_per_s is None:
-        return busy
-    return max(busy, first_bucket_s + node_bytes / bytes_per_s)
+    prediction: Prediction | None = None

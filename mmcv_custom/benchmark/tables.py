@@ -1,12 +1,21 @@
 """A report in words and tables."""
 
+from typing import Any
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .results import LinkResult, Report
+from .results import (
+    ClusterForecast,
+    LinkCheck,
+    LinkResult,
+    Outlook,
+    Prediction,
+    Report,
+)
 
-__all__ = ['describe_nodes', 'make_table', 'show']
+__all__ = ['describe_nodes', 'make_table', 'show', 'show_outlook']
 
 _NOTES = """
 rank, node: what it sends in a step, as the hook counts it (a node, to others).
@@ -27,14 +36,88 @@ def show(report: Report) -> RenderableType:
     parts: list[RenderableType] = [_heading(report), _cost_table(report)]
     for link in report.links:
         parts += ['', _link_heading(link), _link_table(link)]
-    return Group(*parts, _NOTES)
+    parts.append(_NOTES)
+    if report.prediction:
+        parts += _show_prediction(report.prediction)
+    return Group(*parts)
+
+
+def show_outlook(outlook: Outlook) -> RenderableType:
+    """Return what a terminal shows of a prediction without a run."""
+    step_s = outlook.setting['step_s']
+    return Group(
+        _model(outlook.setting),
+        f'step without exchange {_time(step_s)}, as given',
+        *_show_prediction(outlook.prediction),
+    )
+
+
+def _show_prediction(prediction: Prediction) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    for cluster in prediction.clusters:
+        parts += [
+            f'\npredicted for {cluster.cluster}',
+            _cluster_table(cluster, prediction.gradient_bytes),
+        ]
+    if prediction.checks:
+        parts += ['\npredicted / measured', _check_table(prediction.checks)]
+        parts += [Text(_say_check(check)) for check in prediction.checks]
+    parts += [
+        Text(f'\n{hook} is left out: it does not say what it sends')
+        for hook in prediction.left_out
+    ]
+    return [*parts, f'\n{prediction.notes}']
+
+
+def _cluster_table(cluster: ClusterForecast, gradient_bytes: int) -> Table:
+    return make_table(
+        [
+            {
+                'hook': f.hook,
+                'node MB': _megabytes(f.node_bytes),
+                'of gradients': f'{f.node_bytes / gradient_bytes:.3f}',
+                'step ms': f'{f.step_s * 1e3:.0f}',
+                '(range)': f'({f.low_s * 1e3:.0f}-{f.high_s * 1e3:.0f})',
+                'exposed ms': f'{f.exposed_s * 1e3:.0f}',
+                'speed': f'{f.speed:.2f}',
+            }
+            for f in cluster.forecasts
+        ]
+    )
+
+
+def _check_table(checks: list[LinkCheck]) -> Table:
+    rows = [{'hook': 'without exchange'}]
+    rows += [{'hook': hook} for hook in checks[0].ratios]
+    for check in checks:
+        ratios = [check.no_op_ratio, *check.ratios.values()]
+        for row, ratio in zip(rows, ratios, strict=True):
+            row[check.link] = f'{ratio:.2f}'
+    return make_table(rows)
+
+
+def _say_check(check: LinkCheck) -> str:
+    order = 'right' if check.order_is_right else 'wrong'
+    text = (
+        f'{check.link}: steps off by at most {abs(check.worst - 1):.0%}, '
+        f'order of the hooks {order}'
+    )
+    if check.outside:
+        text += f'; out of their range: {", ".join(check.outside)}'
+    return text
+
+
+def _model(setting: dict[str, Any]) -> str:
+    return (
+        f'{setting["workload"]}: {setting["parameters"] / 1e6:.1f} M '
+        f'parameters, gradients of {setting["gradient_bytes"] / 1e6:.1f} MB'
+    )
 
 
 def _heading(report: Report) -> str:
     s = report.setting
     return (
-        f'{s["workload"]}: {s["parameters"] / 1e6:.1f} M parameters, '
-        f'gradients of {s["gradient_bytes"] / 1e6:.1f} MB\n'
+        f'{_model(s)}\n'
         f'{describe_nodes(report)}, {s["cores"]} cores, '
         f'{s["backend"]}, torch {s["torch"]}, {s["rounds"]} rounds\n'
         f'one copy of the gradients {report.copy_s * 1e3:.1f} ms\n'

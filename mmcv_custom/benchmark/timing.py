@@ -11,15 +11,24 @@ import torch.distributed as dist
 
 from ..compression.collective import Traffic
 from ..compression.topology import Topology
+from ..costs import floor_s
 from .hooks import PLAIN
 from .links import sent_bytes
 from .method import NO_OP, Method, NoOp
-from .results import Cost, LinkResult, Spread, Timing, floor_s
+from .results import Cost, LinkResult, Spread, Timing
 
-__all__ = ['Row', 'find_device', 'measure_reached', 'summarize', 'time_steps']
+__all__ = [
+    'Row',
+    'find_device',
+    'measure_reached',
+    'measure_transport',
+    'summarize',
+    'time_steps',
+]
 
 _MESSAGE_BYTES = 2**24  # of an all-reduce that fills the link
 _TRIES = 3  # the best one shows what the link carries
+_MANY_TRIES = 20  # of a short one
 
 
 @dataclass(frozen=True)
@@ -57,12 +66,29 @@ def measure_reached(topology: Topology) -> float | None:
     """
     if len(topology.nodes) == 1:
         return None
-    device = 'cuda' if dist.get_backend() == 'nccl' else 'cpu'
-    message = torch.zeros(_MESSAGE_BYTES // 4, device=device)
-    dist.all_reduce(message)  # uses up what the link lets through at once
-    seconds = min(_slowest_all_reduce(message) for _ in range(_TRIES))
-    traffic = Traffic('all_reduce', message.nbytes)
+    traffic, seconds = _fastest_all_reduce(_MESSAGE_BYTES, _TRIES)
     return traffic.sent(topology, dist.get_rank()).node / seconds
+
+
+def measure_transport(topology: Topology) -> tuple[float, float]:
+    """Return the seconds of a message, and a rank's bytes per second.
+
+    Of an all-reduce that is as small as can be, and of a large one. There
+    have to be several ranks.
+    """
+    rank = dist.get_rank()
+    traffic, seconds = _fastest_all_reduce(4, _MANY_TRIES)
+    latency_s = seconds / traffic.messages(topology, rank)
+    traffic, seconds = _fastest_all_reduce(_MESSAGE_BYTES, _TRIES)
+    return latency_s, traffic.sent(topology, rank).rank / seconds
+
+
+def _fastest_all_reduce(nbytes: int, tries: int) -> tuple[Traffic, float]:
+    device = 'cuda' if dist.get_backend() == 'nccl' else 'cpu'
+    message = torch.zeros(nbytes // 4, device=device)
+    dist.all_reduce(message)  # uses up what the link lets through at once
+    seconds = min(_slowest_all_reduce(message) for _ in range(tries))
+    return Traffic('all_reduce', message.nbytes), seconds
 
 
 def _slowest_all_reduce(message: torch.Tensor) -> float:

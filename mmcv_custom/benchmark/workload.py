@@ -21,6 +21,7 @@ __all__ = [
     'load_config',
     'make_layers',
     'make_segmentor',
+    'make_shapes',
 ]
 
 LAYERS = 24
@@ -55,18 +56,19 @@ class Workload:
         return copy
 
     @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are exchanged."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
     def gradient_bytes(self) -> int:
         """Of all gradients, in their parameters' dtypes."""
-        return sum(
-            p.nbytes for p in self.model.parameters() if p.requires_grad
-        )
+        return sum(p.nbytes for p in self.trained)
 
     @property
     def num_parameters(self) -> int:
         """Of those that are trained."""
-        return sum(
-            p.numel() for p in self.model.parameters() if p.requires_grad
-        )
+        return sum(p.numel() for p in self.trained)
 
 
 def make_layers(
@@ -151,6 +153,13 @@ def make_segmentor(
         loss,
         {'find_unused_parameters': unused},
     )
+
+
+def make_shapes(cfg: Config) -> nn.Module:
+    """Return the segmentor of a config on the meta device: shapes alone."""
+    init_default_scope('mmseg')
+    with torch.device('meta'):
+        return MODELS.build(cfg.model)
 
 
 def _generator(rank: int) -> torch.Generator:

@@ -1,12 +1,12 @@
 """Collectives that are described before they are issued, and their bytes."""
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from .. import costs
 from .topology import Scope, Topology
 
 __all__ = [
@@ -17,8 +17,16 @@ __all__ = [
     'all_reduce',
     'all_to_all',
     'numel_by_dtype',
+    'sum_sent',
     'sum_traffic',
 ]
+
+# What a rank sends, of the bytes that it puts in and the number of ranks.
+_SENT: dict[str, Callable[[int, int], int]] = {
+    'all_reduce': costs.all_reduce_bytes,
+    'all_to_all': costs.all_to_all_bytes,
+    'all_gather': costs.all_gather_bytes,
+}
 
 
 @dataclass(frozen=True)
@@ -62,13 +70,13 @@ class Traffic:
         size = len(topology.members(self.scope, rank))
         if size == 1:
             return Sent()
-        if self.operation == 'all_reduce':
-            sent = math.ceil(2 * (size - 1) * self.nbytes / size)
-        elif self.operation == 'all_gather':
-            sent = (size - 1) * self.nbytes
-        else:
-            sent = (size - 1) * self.nbytes // size
+        sent = _SENT[self.operation](self.nbytes, size)
         return Sent(sent, self._leaving(sent, topology, rank))
+
+    def messages(self, topology: Topology, rank: int) -> int:
+        """Return how many messages it takes one after the other."""
+        size = len(topology.members(self.scope, rank))
+        return costs.messages(self.operation, size)
 
     def _leaving(self, sent: int, topology: Topology, rank: int) -> int:
         node = topology.node_of(rank)
@@ -76,10 +84,9 @@ class Traffic:
             return 0
         if self.scope == 'peers':
             return sent * len(node)
-        outside = topology.size - len(node)
         if self.operation == 'all_to_all':
-            return sent * len(node) * outside // (topology.size - 1)
-        return sent * sum((r + 1) % topology.size not in node for r in node)
+            return costs.pairs_node_bytes(sent, node, topology.size)
+        return costs.ring_node_bytes(sent, node, topology.size)
 
 
 @dataclass(frozen=True)
@@ -166,6 +173,13 @@ def sum_traffic(
         Traffic('all_reduce', part * wire.itemsize, 'peers'),
         Traffic('all_gather', part * wire.itemsize, 'node'),
     ]
+
+
+def sum_sent(
+    traffic: Iterable[Traffic], topology: Topology, rank: int
+) -> Sent:
+    """Return what a rank and its machine send in all of it."""
+    return sum((t.sent(topology, rank) for t in traffic), Sent())
 
 
 def numel_by_dtype(

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..contract import Future, completed, dense_buffer
 from ..parameters import reduced_parameters
 from ..profiling import named_stages
-from .collective import Collective, Sent, Traffic, all_reduce
+from .collective import Collective, Sent, Traffic, all_reduce, sum_sent
 from .knobs import check_knob
 from .pipeline import Pipeline
 from .share import Share
@@ -42,6 +42,8 @@ class Exchange(ABC):
 
     Attributes:
         topology: Which ranks share a machine; of the bound model.
+        device_type: Of its gradients. Who asks for the traffic of a model
+            that is not there sets it, 'cpu' at first.
 
     Raises:
         TypeError, ValueError: For a knob of another type or out of range.
@@ -70,7 +72,7 @@ class Exchange(ABC):
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._names: dict[int, str] = {}
         self.topology = _UNBOUND
-        self._device_type = 'cpu'
+        self.device_type = 'cpu'
         self._is_part = False  # of the world
         self._share = Share()
 
@@ -89,7 +91,7 @@ class Exchange(ABC):
         group = ddp.process_group
         parameters = reduced_parameters(ddp)
         device = next(iter(parameters.values())).device
-        self._device_type = device.type
+        self.device_type = device.type
         self._is_part = group.size() < dist.get_world_size()
         topology = find_topology(
             group, device, None if self._is_part else self._ranks_per_node
@@ -183,7 +185,7 @@ class Exchange(ABC):
         )
         if traffic is None:
             return None
-        return sum((t.sent(self.topology, rank) for t in traffic), Sent())
+        return sum_sent(traffic, self.topology, rank)
 
     def traffic(
         self,
@@ -260,5 +262,5 @@ class Exchange(ABC):
     @property
     def _wants_nodes(self) -> bool:
         if self._node_aware is None:
-            return self._device_type in self._node_aware_on
+            return self.device_type in self._node_aware_on
         return self._node_aware

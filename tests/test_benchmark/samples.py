@@ -1,8 +1,12 @@
 """A report with figures that are easy to check."""
 
 from mmcv_custom.benchmark.results import (
+    ClusterForecast,
     Cost,
+    Forecast,
+    LinkCheck,
     LinkResult,
+    Prediction,
     Report,
     Spread,
     Timing,
@@ -59,6 +63,7 @@ def make_report(rates=('200mbit per node',), nodes=2):
         copy_s=0.001,
         guard_s=4e-6,
         buckets=3,
+        bucket_share=0.5,
         costs=costs,
         links=[
             LinkResult(
@@ -71,4 +76,24 @@ def make_report(rates=('200mbit per node',), nodes=2):
             )
             for rate in rates
         ],
+    )
+
+
+def make_prediction():
+    """Return one of a cluster, with checks of two links."""
+    forecasts = [
+        Forecast('none', 14000000, 14000000, 2.0, 1.5, 2.5, 1.9, 0.07, 1.0),
+        Forecast(LONG, 1000000, 1000000, 0.25, 0.125, 0.5, 0.15, 0.02, 8.0),
+    ]
+    ratios = {'none': 0.99, LONG: 0.8}
+    return Prediction(
+        bases={},
+        gradient_bytes=8000000,
+        clusters=[ClusterForecast('a cluster', 25e6, 0.1, 0.03, forecasts)],
+        checks=[
+            LinkCheck('slow', 0.95, ratios, 0.8, True, []),
+            LinkCheck('fast', 1.05, {**ratios, LONG: 1.5}, 1.5, False, [LONG]),
+        ],
+        left_out=['other'],
+        notes='What is assumed.',
     )

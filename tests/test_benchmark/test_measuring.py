@@ -49,7 +49,7 @@ def test_report():
     assert first['setting']['parameters'] == PARAMETERS
     assert first['setting']['gradient_bytes'] == 4 * PARAMETERS
     assert (first['setting']['ranks'], first['setting']['nodes']) == (2, 1)
-    assert first['buckets'] == 1
+    assert first['buckets'] == first['bucket_share'] == 1
     assert first['copy_s'] > 0
     _check_costs(first['costs'])
     (link,) = first['links']

@@ -1,14 +1,16 @@
 """Tables and charts of a report."""
 
+import dataclasses
 import io
 
 import pytest
 from rich.console import Console
 
 from mmcv_custom.benchmark.charts import draw, supported_formats
-from mmcv_custom.benchmark.tables import show
+from mmcv_custom.benchmark.results import Outlook
+from mmcv_custom.benchmark.tables import show, show_outlook
 
-from .samples import LONG, make_report
+from .samples import LONG, make_prediction, make_report
 
 
 def _text(report, width):
@@ -100,3 +102,71 @@ def test_chart_in_a_file(tmp_path):
     draw(make_report()).savefig(tmp_path / 'chart.png')
     assert (tmp_path / 'chart.png').read_bytes().startswith(b'\x89PNG')
     assert 'png' in supported_formats()
+
+
+def _predicted(nodes=2):
+    report = make_report(nodes=nodes)
+    return dataclasses.replace(report, prediction=make_prediction())
+
+
+def test_tables_of_a_prediction():
+    text = _text(_predicted(), 200)
+    lines = [line.split() for line in text.splitlines()]
+    assert 'predicted for a cluster' in text
+    step = 'none 14.000 1.750 2000 (1500-2500) 1900 1.00'
+    assert step.split() in lines
+    step = f'{LONG} 1.000 0.125 250 (125-500) 150 8.00'
+    assert step.split() in lines
+    for hook, *ratios in (
+        ('hook', 'slow', 'fast'),
+        ('without exchange', '0.95', '1.05'),
+        ('none', '0.99', '0.99'),
+        (LONG, '0.80', '1.50'),
+    ):
+        assert [*hook.split(), *ratios] in lines
+    for line in (
+        'slow: steps off by at most 20%, order of the hooks right',
+        'fast: steps off by at most 50%, order of the hooks wrong; '
+        f'out of their range: {LONG}',
+        'other is left out: it does not say what it sends',
+        'What is assumed.',
+    ):
+        assert line in text.splitlines()
+
+
+def test_tables_without_a_run():
+    setting = {
+        'workload': 'some layers',
+        'parameters': 2000000,
+        'gradient_bytes': 8000000,
+        'step_s': 0.9,
+    }
+    console = Console(width=200, file=io.StringIO())
+    console.print(show_outlook(Outlook(setting, make_prediction())))
+    text = console.file.getvalue()
+    assert text.startswith(
+        'some layers: 2.0 M parameters, gradients of 8.0 MB\n'
+        'step without exchange 900 ms, as given\n'
+    )
+    assert '(1500-2500)' in text
+    assert 'What is assumed.' in text
+
+
+def test_chart_has_a_panel_per_cluster():
+    measured, predicted = draw(_predicted()).axes
+    assert measured.get_title('left') == '200mbit per node'
+    title = 'predicted (thin line: range): a cluster'
+    assert predicted.get_title('left') == title
+    assert [text.get_text() for text in predicted.texts] == [
+        '2.00 s',
+        '0.250 s, 8.00 x as fast',
+    ]
+    floors, ranges = predicted.collections
+    assert [path.vertices[0][0] for path in floors.get_paths()] == [1.5, 0.125]
+    spans = [path.vertices[:, 0].tolist() for path in ranges.get_paths()]
+    assert spans == [[1.5, 2.5], [0.125, 0.5]]
+    assert predicted.get_xlim()[1] > 2.5
+    assert len(measured.collections) == 1
+    alone = Outlook({'workload': 'it'}, make_prediction())
+    (axes,) = draw(alone).axes
+    assert axes.get_title('left') == title

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mmcv_custom.benchmark.results import Cost, Spread, floor_s
+from mmcv_custom.benchmark.results import Cost, Spread
 from mmcv_custom.benchmark.timing import Row, summarize
 
 from .samples import make_report
@@ -14,20 +14,6 @@ def test_spread():
     spread = Spread.of([3.0, 1.0, 2.0, 5.0, 4.0])
     assert spread == Spread(3.0, 2.0, 4.0, 1.0, 5.0)
     assert Spread.of([7.0]) == Spread(*[7.0] * 5)
-
-
-@pytest.mark.parametrize(
-    ('compute_s', 'node_bytes', 'bytes_per_s', 'floor'),
-    [
-        (0.0, 1000, 10000.0, 1.0),  # 0.03 + 0.1: all is hidden
-        (0.25, 1000, 10000.0, 1.25),
-        (0.25, 50000, 10000.0, 5.03),
-        (0.25, None, 10000.0, 1.25),
-        (0.25, 50000, None, 1.25),
-    ],
-)
-def test_floor(compute_s, node_bytes, bytes_per_s, floor):
-    assert floor_s(1.0, 0.03, compute_s, node_bytes, bytes_per_s) == floor
 
 
 def _cost(hook, node_bytes, compute_s):

@@ -212,3 +212,112 @@ def test_failed_rank_shows_why(tmp_path):
     assert result.returncode == 1
     assert 'only here' in result.stdout
     assert 'rank 1 failed with exit code' in result.stdout
+
+
+CLUSTER = 'nodes=8 ranks_per_node=8 rate=25gbit'
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ('--predict nodes=8', '--predict: ranks_per_node is missing'),
+        (f'--predict {CLUSTER} --ranks 1', 'needs a run of --ranks 2 or more'),
+        ('--step-ms 900', '--step-ms is for --predict: name a cluster'),
+        (f'--predict {CLUSTER} --step-ms 900', 'needs a model: --config or'),
+        (f'--predict {CLUSTER} --step-ms 0', '--step-ms 0.0 must be at least'),
+        (
+            f'--predict {CLUSTER} --step-ms 900 --params 1e6 --ranks 4',
+            'with --step-ms nothing runs',
+        ),
+    ],
+)
+def test_bad_prediction(options, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        TOOL.parse_args(options.split())
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_prediction_without_a_run_has_no_launcher(monkeypatch, capsys):
+    monkeypatch.setenv('RANK', '0')
+    options = f'--predict {CLUSTER} --step-ms 900 --params 1e6'
+    with pytest.raises(SystemExit):
+        TOOL.parse_args(options.split())
+    assert 'nothing runs: use no launcher' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    'model', [['--config', str(DEMO)], ['--params', str(PARAMETERS)]]
+)
+def test_prediction_without_a_run(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = f'--predict {CLUSTER} --predict {CLUSTER} --step-ms 900'
+    files = '--json report.json --chart chart.png'
+    monkeypatch.setattr(
+        'sys.argv', ['benchmark', *options.split(), *model, *files.split()]
+    )
+    TOOL.main()
+    printed = capsys.readouterr().out
+    assert 'step without exchange 900 ms, as given' in printed
+    assert printed.count('predicted for 8 nodes of 8 ranks, 25gbit') == 2
+    assert 'Nothing was measured' in printed
+    report = json.loads((tmp_path / 'report.json').read_text())
+    first, second = report['prediction']['clusters']
+    assert first == second
+    none = first['forecasts'][0]
+    sent = 2 * 63 / 64 * report['setting']['gradient_bytes']
+    assert none['node_bytes'] == pytest.approx(sent)
+    assert 0.9 <= none['low_s'] <= none['step_s'] < none['high_s']
+    assert (tmp_path / 'chart.png').stat().st_size > 1000
+
+
+@pytest.mark.e2e
+def test_prediction_from_loopback(tmp_path):
+    printed, report = _benchmark(
+        tmp_path,
+        *_layers('fp16', 'int8'),
+        *('--predict', *CLUSTER.split()),
+        *('--chart', 'chart.png'),
+    )
+    prediction = report['prediction']
+    assert prediction['checks'] == prediction['left_out'] == []
+    (cluster,) = prediction['clusters']
+    hooks = [forecast['hook'] for forecast in cluster['forecasts']]
+    assert hooks == ['none', 'fp16', 'int8']
+    (link,) = report['links']
+    basis = prediction['bases']['likely']
+    assert basis['no_op_s'] == link['no_op_s']['median']
+    assert basis['buckets'] == report['buckets']
+    for forecast, timing in zip(
+        cluster['forecasts'], link['timings'], strict=True
+    ):
+        known = basis['hooks'][forecast['hook']]
+        assert known['exposed_s'] == timing['exposed_s']
+        # So much more is sent, by so many more ranks, that it takes longer.
+        assert forecast['step_s'] > timing['step_s']['median']
+        assert forecast['low_s'] <= forecast['step_s'] <= forecast['high_s']
+    assert 'predicted for 8 nodes of 8 ranks, 25gbit per node' in printed
+
+
+@pytest.mark.e2e
+@needs_links
+def test_prediction_of_emulated_links(tmp_path):
+    printed, report = _benchmark(
+        tmp_path,
+        *_layers('int8'),
+        *('--rate', '100mbit', '--predict', *CLUSTER.split()),
+        timeout_s=280,
+    )
+    free, limited = report['links']
+    assert (free['link'], free['rate_bytes_per_s']) == ('no limit', None)
+    assert free['reached_bytes_per_s'] > 2 * limited['reached_bytes_per_s']
+    (check,) = report['prediction']['checks']
+    assert check['link'] == limited['link'] == '100mbit per node'
+    hooks = {}
+    for timing in limited['timings']:
+        hooks[timing['hook']] = timing['step_s']['median']
+    assert [*check['ratios']] == [*hooks] == ['none', 'int8']
+    # What the link needs at least, with all that can come on top.
+    sent = 4 * PARAMETERS / (100e6 / 8)
+    assert check['ratios']['none'] * hooks['none'] > sent
+    assert '100mbit per node: steps off by at most ' in printed
