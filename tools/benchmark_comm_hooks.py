@@ -30,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from mmcv_custom.benchmark.assumed import look_ahead
 from mmcv_custom.benchmark.charts import draw
+from mmcv_custom.benchmark.chosen import let_choose
 from mmcv_custom.benchmark.cluster import Cluster
 from mmcv_custom.benchmark.hooks import DEFAULT_HOOKS, choose
 from mmcv_custom.benchmark.launching import (
@@ -177,10 +178,11 @@ def work(args: argparse.Namespace) -> None:
     start_process_group(args)
     console = make_console()
     is_first = dist.get_rank() == 0
+    say = console.print if is_first else lambda line: None
     workload, choices = make_workload(args), args.hooks
     if args.default_hooks:  # nobody has asked for one that cannot run here
-        say = console.print if is_first else lambda line: None
         choices = usable(choices, workload, say)
+    choices = let_choose(choices, workload, args.rate, say)
     report = measure(
         workload,
         choices,

@@ -45,6 +45,12 @@ class Choice:
     config: dict[str, Any] | None
 
     @property
+    def is_choosing(self) -> bool:
+        """Whether it finds out itself which hook is the best."""
+        target = self.config and HookSpec.parse(self.config).target
+        return getattr(target, 'is_choice', False)
+
+    @property
     def start(self) -> int | str:
         """The step, or its name, with which the hook begins to compress."""
         if self.config is None:

@@ -23,6 +23,7 @@ def check_options(args: argparse.Namespace) -> None:
     """
     _check_numbers(args)
     _check_prediction(args)
+    _check_choosing(args)
     _check_place(args)
     check_files(args.json, args.chart)
 
@@ -61,6 +62,15 @@ def _check_prediction(args: argparse.Namespace) -> None:
         )
     elif is_rank(args):
         raise ValueError('with --step-ms nothing runs: use no launcher')
+
+
+def _check_choosing(args: argparse.Namespace) -> None:
+    for choice in args.hooks:
+        if choice.is_choosing and (args.predict or len(args.rate) > 1):
+            raise ValueError(
+                f'{choice.label} chooses for the network that it runs on: '
+                'give one --rate at most, and no --predict'
+            )
 
 
 def _check_place(args: argparse.Namespace) -> None:

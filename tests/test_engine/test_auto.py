@@ -353,7 +353,7 @@ def copy_at_any_time(rank):
                 twin.close()
             listed = pickle.loads(pickle.dumps(ddp))
             assert listed._get_ddp_logging_data().get('comm_hook') is None
-            ends.append(auto.exchange_name)
+            ends.append(auto.in_turn.label)
         # The first goes on as if nothing had been.
         steps = exchange(rank, ddp, auto, clock, range(70, 72))
         auto.close()
@@ -510,7 +510,7 @@ def exchange_late(rank, seed):
     for step in range(100):
         local = draw(rank, step, SHAPES.values())
         means.append(average(ddp, local, be_late))
-        names.append(auto.exchange_name)
+        names.append(auto.in_turn.label)
         auto.settle()
     kept = auto.state_dict()['kept']
     auto.close()

@@ -44,7 +44,7 @@ class Clock:
         return self.now_s
 
     def end_step(self, auto):
-        self.now_s += self.seconds.get(auto.exchange_name, 1.0)
+        self.now_s += self.seconds.get(auto.in_turn.label, 1.0)
 
 
 class KnownTimes:
@@ -85,7 +85,7 @@ class EndSteps(Hook):
 
     def after_train_iter(self, runner, batch_idx, *args, **kwargs):
         auto = runner.comm_hook.instance
-        self.names.append(auto.exchange_name)
+        self.names.append(auto.in_turn.label)
         self.skipped.append(auto.skipped_steps)
         self.clock.end_step(auto)
 
@@ -112,7 +112,7 @@ def exchange(rank, ddp, auto, clock, steps, gradients_of=None):
             local = gradients_of(rank, step)
         with record_collectives() as calls:
             means = average(ddp, local)
-        name = auto.exchange_name
+        name = auto.in_turn.label
         clock.end_step(auto)
         auto.settle()
         done.append(Step(name, local, means, calls, auto.skipped_steps))

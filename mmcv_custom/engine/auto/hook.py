@@ -17,6 +17,7 @@ from ...named_hook import Future
 from ...parameters import reduced_parameters
 from ..hook_state import has_state
 from ..registry import CANDIDATES, COMM_HOOKS
+from ..spec import CommHook
 from .candidates import build_hooks
 from .running import RunningTrial, largest
 from .several import SeveralHooks, log
@@ -105,7 +106,7 @@ class Auto(SeveralHooks):
         if self._ddp is None:
             raise RuntimeError('Auto: call bind(ddp) before registering')
         self._follow(bucket.parameters())
-        hook = self._hooks[self._turn.option]
+        hook = self.in_turn
         if self._trial is not None and self._turn.is_compared:
             return self._trial.compare(hook, bucket)
         return hook.hook(hook.state, bucket)
@@ -125,9 +126,9 @@ class Auto(SeveralHooks):
         return self._kept is None
 
     @property
-    def exchange_name(self) -> str:
-        """What exchanges the gradients, for the log."""
-        return self._hooks[self._turn.option].label
+    def in_turn(self) -> CommHook:
+        """The hook that exchanges the step; after the trial, all of them."""
+        return self._hooks[self._turn.option]
 
     def step_bytes(
         self, bucket_dtype: torch.dtype | None = None
@@ -185,7 +186,7 @@ class Auto(SeveralHooks):
         self._take_over(state)
         self._kept = kept
         self._forget_trial()
-        log(f'{self.exchange_name} is kept, as it was chosen before')
+        log(f'{self.in_turn.label} is kept, as it was chosen before')
 
     def load_counters(self, state: dict[str, Any]) -> None:
         """Go on counting, and try anew, unless the others are let go of."""
@@ -276,7 +277,7 @@ class Auto(SeveralHooks):
         if choice is not None:
             self._trial, self._kept = None, choice.option
             self._turn = Turn(choice.option)
-            log(f'{self.exchange_name} is kept: {choice.reason}')
+            log(f'{self.in_turn.label} is kept: {choice.reason}')
             return
         if trial.turn.is_compared and trial.turn.option != self._turn.option:
             instance = self._hooks[trial.turn.option].instance

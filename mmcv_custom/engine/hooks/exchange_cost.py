@@ -53,7 +53,7 @@ class ExchangeCostHook(Hook):
     ``node_sent_bytes`` and ``topology``; ``skipped_steps``, with ``settle``;
     ``sample_names`` with ``begin_sample`` and ``end_sample``, which the cast
     of a wrapper has, too; and, of one that tries hooks, ``is_measuring`` and
-    ``exchange_name``. ``CommHookRunner`` registers it.
+    ``in_turn``. ``CommHookRunner`` registers it.
 
     Args:
         comm_hook: The communication hook of the run's model; None without.
@@ -206,7 +206,7 @@ class ExchangeCostHook(Hook):
                 figures['least_saved_ms'],
                 self._bytes.wide_ratio,
             )
-        name = getattr(self.instance, 'exchange_name', self.comm_hook.name)
+        name = getattr(self.instance, 'in_turn', self.comm_hook).name
         return f'{text}; ' + describe_bytes(
             name, figures['raw_mib'], figures['sent_mib']
         )
