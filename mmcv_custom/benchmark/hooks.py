@@ -112,17 +112,32 @@ def _parse(text: str) -> Choice:
 def _read_dict(text: str) -> dict[str, Any]:
     """Read ``dict(a=1)`` or ``{'a': 1}`` of plain data."""
     try:
-        call = ast.parse(text.strip(), mode='eval').body
-        if isinstance(call, ast.Dict):
-            return ast.literal_eval(call)
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError('values without a name')
-        return {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+        tree = ast.parse(text.strip(), mode='eval')
+        value = ast.literal_eval(_CallsAsDicts().visit(tree))
+        if not isinstance(value, dict):
+            raise ValueError('no dict')
+        return value
     except (SyntaxError, ValueError) as error:
         raise ValueError(
             f'cannot read the hook {text!r} ({error}); write a name, or '
             "dict(type='powersgd', matrix_approximation_rank=4)"
         ) from None
+
+
+class _CallsAsDicts(ast.NodeTransformer):
+    """Writes ``dict(a=1)`` as ``{'a': 1}``, within others, too."""
+
+    def visit_Call(self, call: ast.Call) -> ast.Dict:
+        """Replace a call, after those within it."""
+        self.generic_visit(call)
+        if getattr(call.func, 'id', None) != 'dict':
+            raise ValueError('a call of something else than dict')
+        if call.args or not all(keyword.arg for keyword in call.keywords):
+            raise ValueError('values without a name')
+        return ast.Dict(
+            [ast.Constant(keyword.arg) for keyword in call.keywords],
+            [keyword.value for keyword in call.keywords],
+        )
 
 
 def _start_soon(choice: Choice) -> Choice:

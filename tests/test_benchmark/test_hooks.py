@@ -64,6 +64,9 @@ def test_hook_compresses_when_it_is_measured(given, start):
         ("dict(type='int8', random_seed=-1)", ValueError, 'random_seed=-1'),
         ("dict(type='int8'", ValueError, 'cannot read the hook'),
         ("dict('int8')", ValueError, 'values without a name'),
+        ("dict(**{'type': 'int8'})", ValueError, 'values without a name'),
+        ("str(type='int8')", ValueError, 'unknown ddp_comm_hook'),
+        ("dict(type=str('int8'))", ValueError, 'something else than dict'),
         ('dict(type=int8)', ValueError, 'cannot read the hook'),
         ("{'int8'}", ValueError, 'cannot read the hook'),
         (

@@ -54,6 +54,11 @@ def test_config():
     [
         ('--hooks int9', "unknown ddp_comm_hook 'int9'"),
         ('--hooks fp16 fp16', 'fp16 is named twice'),
+        ('--hooks auto --rate 1gbit 2gbit', 'give one --rate at most'),
+        (
+            '--hooks auto --predict nodes=2 ranks_per_node=1 rate=1gbit',
+            'and no --predict',
+        ),
         ('--rate 200mb', "'200mb' is no rate"),
         ('--nodes 2', 'need --rate'),
         ('--ranks-per-node 2', 'need --rate'),
