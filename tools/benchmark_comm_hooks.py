@@ -182,6 +182,8 @@ def work(args: argparse.Namespace) -> None:
     workload, choices = make_workload(args), args.hooks
     if args.default_hooks:  # nobody has asked for one that cannot run here
         choices = usable(choices, workload, say)
+    labels = [choice.label for choice in choices]
+    say(f'{workload.name}: measuring {", ".join(labels)}')
     choices = let_choose(choices, workload, args.rate, say)
     report = measure(
         workload,

@@ -16,6 +16,8 @@ __all__ = [
 
 # So many times faster a step has to become to be worth a change.
 WORTH = 1.02
+# And that is the very most: less than this may be gained or not.
+_PLAINLY_WORTH = 1.1
 # Of the waiting, to be worth a word.
 _APART = 0.25
 
@@ -56,10 +58,12 @@ def describe_share(share: float, spread_share: float) -> str:
         spread_share: How much of that another rank does not wait, as it
             comes later.
     """
-    percent = f'{share:.0%}' if share >= 0.1 else f'{share:.1%}'
-    text = f'{percent} of a step waits for gradients'
+    text = f'{_percent(share)} of a step waits for gradients'
     if spread_share > _APART:
-        text += f', {spread_share:.0%} of that for slower ranks'
+        text += (
+            f', of which {_percent(share * spread_share)} are for slower '
+            'ranks, whatever the hook'
+        )
     return text
 
 
@@ -78,6 +82,8 @@ def describe_gain(step_ms: float, saved_ms: float, ratio: float) -> str:
     text = f'{part} the bytes could make it at most {gain:.2f} times faster: '
     if gain < WORTH:
         return text + 'a hook would gain nothing'
+    if gain < _PLAINLY_WORTH:
+        return text + 'ddp_comm_hook=auto would measure whether it does'
     return text + f'ddp_comm_hook={FIRST_TO_TRY}'
 
 
@@ -93,3 +99,7 @@ def describe_bytes(hook: str, raw_mib: float, sent_mib: float) -> str:
     if not raw_mib:
         return text
     return f"{text}, {sent_mib / raw_mib:.2g} of what DDP's own would"
+
+
+def _percent(share: float) -> str:
+    return f'{share:.0%}' if share >= 0.1 else f'{share:.1%}'

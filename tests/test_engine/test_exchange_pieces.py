@@ -110,12 +110,18 @@ def test_most_that_fewer_bytes_save(exchange, in_flight, ratio, saved):
 
 def test_words():
     assert describe_share(0.28, 0.1) == '28% of a step waits for gradients'
-    assert describe_share(0.004, 0.5) == (
-        '0.4% of a step waits for gradients, 50% of that for slower ranks'
+    assert describe_share(0.3, 0.5) == (
+        '30% of a step waits for gradients, of which 15% are for slower '
+        'ranks, whatever the hook'
     )
+    assert describe_share(0.004, 0.5).startswith('0.4% of a step waits')
     assert describe_gain(100, 14, 2) == (
         'half the bytes could make it at most 1.16 times faster: '
         'ddp_comm_hook=fp16_scaled'
+    )
+    assert describe_gain(100, 5, 2) == (
+        'half the bytes could make it at most 1.05 times faster: '
+        'ddp_comm_hook=auto would measure whether it does'
     )
     assert describe_gain(100, 1, 2) == (
         'half the bytes could make it at most 1.01 times faster: '

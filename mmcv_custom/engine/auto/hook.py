@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ...compression import Training
 from ...compression.collective import Sent
 from ...compression.knobs import check_knob
 from ...compression.step import StepRecord
@@ -91,6 +92,16 @@ class Auto(SeveralHooks):
             'shapes': [[*p.shape] for p in parameters],
         }
         return self
+
+    def on_train_start(self, training: Training) -> None:
+        """Say what is tried; tell the hooks."""
+        if self._kept is None:
+            names = [hook.label for hook in self._hooks.values()][1:]
+            log(
+                f'the first steps try {", ".join(names)} beside the plain '
+                'average'
+            )
+        super().on_train_start(training)
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
         """Average a bucket, of shape (numel,), in place.

@@ -28,6 +28,8 @@ _MOST_COMPARISONS = 20  # for so many of them to have one
 # Of a step of each hook.
 _LEAST_ROUNDS = 5
 _MOST_ROUNDS = 15
+# Of the rounds. Of 15, as many are won by chance once in 57 times.
+_LEAST_WINS = 0.75
 
 
 @dataclass(frozen=True)
@@ -196,9 +198,7 @@ class Trial:
             return math.inf
         self._errors[option.number] = error
         if error > self._max_error:
-            self._said.append(
-                f'{option.name} is left out for its error, {error:.1e}'
-            )
+            self._said.append(f'{option.name} is left out: {_off(error)}')
         return error
 
     def _take_turns(
@@ -217,10 +217,10 @@ class Trial:
         for option, median in zip(running[1:], medians, strict=True):
             self._said.append(
                 f'with {option.name} {_ms(median)} '
-                f'({plain / median:.2f} times as fast, error '
-                f'{self._errors[option.number]:.1e})'
+                f'({plain / median:.2f} times as fast, '
+                f'{_off(self._errors[option.number])})'
             )
-        self._said[-1] += f', in {len(rounds)} rounds'
+        self._said.append(f'medians of {len(rounds)} steps of each')
         return rounds
 
 
@@ -230,13 +230,21 @@ def to_keep(rounds: Sequence[Sequence[float]]) -> int:
     The first one that takes at most 2 % longer than the fastest: one that is
     named later, and any that is not the plain average, has to be worth it.
 
+    What is faster than the plain average in fewer than three of four rounds
+    may be so by chance, and is not considered.
+
     Args:
-        rounds: Of seconds of a step of each hook, in their order.
+        rounds: Of seconds of a step of each hook, in their order; the plain
+            average is the first.
     """
-    medians = _medians(rounds)
-    best = min(medians)
+    medians = dict(enumerate(_medians(rounds)))
+    for place in [*medians][1:]:
+        wins = sum(seconds[place] < seconds[0] for seconds in rounds)
+        if wins < _LEAST_WINS * len(rounds):
+            del medians[place]
+    best = min(medians.values())
     return next(
-        place for place, median in enumerate(medians) if median <= WORTH * best
+        place for place, median in medians.items() if median <= WORTH * best
     )
 
 
@@ -275,3 +283,9 @@ def _middle(outcomes: Sequence[Outcome]) -> Times:
 
 def _ms(seconds: float) -> str:
     return f'{seconds * 1e3:.0f} ms'
+
+
+def _off(error: float) -> str:
+    if error == math.inf:
+        return 'gradients not finite'
+    return f'gradients off by {100 * error:.2g}%'

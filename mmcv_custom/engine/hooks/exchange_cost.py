@@ -206,10 +206,15 @@ class ExchangeCostHook(Hook):
                 figures['least_saved_ms'],
                 self._bytes.wide_ratio,
             )
-        name = getattr(self.instance, 'in_turn', self.comm_hook).name
-        return f'{text}; ' + describe_bytes(
-            name, figures['raw_mib'], figures['sent_mib']
+        in_turn = getattr(self.instance, 'in_turn', None)
+        text += '; ' + describe_bytes(
+            (in_turn or self.comm_hook).label,
+            figures['raw_mib'],
+            figures['sent_mib'],
         )
+        if in_turn is None:
+            text += '; what that gains, ddp_comm_hook=auto would measure'
+        return text
 
 
 def _agree(
