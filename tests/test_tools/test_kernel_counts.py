@@ -43,6 +43,8 @@ def _every_hook(nodes_matter):
     for name, hook in COMM_HOOKS.module_dict.items():
         if not hook.__module__.startswith('mmcv_custom.'):
             continue  # of another test
+        if getattr(hook, 'is_choice', False):
+            continue  # its bytes are those of the others
         if name == 'bf16' and not gloo_reduces(torch.bfloat16):
             continue
         places = [{}]
