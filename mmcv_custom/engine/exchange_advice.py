@@ -98,7 +98,10 @@ def describe_bytes(hook: str, raw_mib: float, sent_mib: float) -> str:
     text = f'{hook} sends {sent_mib:.2f} MiB a step'
     if not raw_mib:
         return text
-    return f"{text}, {sent_mib / raw_mib:.2g} of what DDP's own would"
+    ratio = f'{sent_mib / raw_mib:.2g}'
+    if ratio == '1':
+        return f"{text}, as DDP's own would"
+    return f"{text}, {ratio} of what DDP's own would"
 
 
 def _percent(share: float) -> str:

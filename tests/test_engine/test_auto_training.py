@@ -158,6 +158,8 @@ def test_resume_keeps_the_choice(tmp_path):
             # Within a second, a run writes to the log of the one before.
             line = trial_lines(resumed['log'])[-1]
             assert f'{kept} is kept, as it was chosen before' in line
+            words = 'no hook is worth it, allreduce is kept: '
+            assert (words in straight['log']) is (name == 'plain')
             path = tmp_path / name / f'resumed/iter_{k}.pth.comm_hook'
             part = torch.load(path / f'rank{rank}.pth', weights_only=True)
             assert kept.split('(')[0] in part['state']['hook']

@@ -132,4 +132,7 @@ def test_words():
     assert describe_bytes('fp16', 100.8, 50.4) == (
         "fp16 sends 50.40 MiB a step, 0.5 of what DDP's own would"
     )
+    assert describe_bytes('allreduce', 100.8, 100.8) == (
+        "allreduce sends 100.80 MiB a step, as DDP's own would"
+    )
     assert describe_bytes('fp16', 0, 0) == 'fp16 sends 0.00 MiB a step'

@@ -288,7 +288,8 @@ class Auto(SeveralHooks):
         if choice is not None:
             self._trial, self._kept = None, choice.option
             self._turn = Turn(choice.option)
-            log(f'{self.in_turn.label} is kept: {choice.reason}')
+            verdict = '' if choice.option else 'no hook is worth it, '
+            log(f'{verdict}{self.in_turn.label} is kept: {choice.reason}')
             return
         if trial.turn.is_compared and trial.turn.option != self._turn.option:
             instance = self._hooks[trial.turn.option].instance
