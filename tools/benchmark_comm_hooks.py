@@ -25,7 +25,6 @@ import config_step  # noqa: F401 (finds the sources beside this folder)
 import torch
 import torch.distributed as dist
 from mmengine.dist import init_dist
-from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from mmcv_custom.benchmark.assumed import look_ahead
@@ -43,7 +42,7 @@ from mmcv_custom.benchmark.measuring import measure
 from mmcv_custom.benchmark.method import usable
 from mmcv_custom.benchmark.options import check_options, is_rank
 from mmcv_custom.benchmark.results import Outlook, Report
-from mmcv_custom.benchmark.tables import show, show_outlook
+from mmcv_custom.benchmark.tables import make_console, show, show_outlook
 from mmcv_custom.benchmark.workload import (
     Workload,
     load_config,
@@ -52,8 +51,6 @@ from mmcv_custom.benchmark.workload import (
     make_shapes,
 )
 from mmcv_custom.engine.cpu_group import init_cpu_group
-
-_WIDTH = 110  # of tables in a file, in characters
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -213,14 +210,6 @@ def predict(args: argparse.Namespace) -> None:
     )
     make_console().print(show_outlook(outlook))
     write_files(args, outlook)
-
-
-def make_console() -> Console:
-    """Return what prints the tables."""
-    console = Console(highlight=False)
-    if not console.is_terminal:  # rich would take it for a narrow one
-        console.width = _WIDTH
-    return console
 
 
 def write_files(args: argparse.Namespace, result: Report | Outlook) -> None:

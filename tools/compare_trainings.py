@@ -22,12 +22,12 @@ from pathlib import Path
 
 from config_step import add_common_options, load_config
 from mmengine.config import Config
-from rich.console import Console
 
 from mmcv_custom.benchmark.charts import check_files
 from mmcv_custom.benchmark.hooks import read_hooks
 from mmcv_custom.benchmark.launching import clean_exit
 from mmcv_custom.benchmark.links import LinkError, Rate, check_rights
+from mmcv_custom.benchmark.tables import make_console
 from mmcv_custom.engine import normalize_comm_hook
 from mmcv_custom.trainings.charts import draw_differences, draw_times
 from mmcv_custom.trainings.checks import (
@@ -42,7 +42,6 @@ from mmcv_custom.trainings.results import Report
 from mmcv_custom.trainings.tables import show
 
 _SCRIPT = Path(__file__).resolve().with_name('dist_train.sh')
-_WIDTH = 110  # of tables in a file, in characters
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -163,9 +162,7 @@ def load(config: str, options: list[str]) -> Config:
 def main() -> None:
     """Train what is not there yet, and compare."""
     args = parse_args()
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:  # rich would take it for a narrow one
-        console.width = _WIDTH
+    console = make_console()
     try:
         args.comparison.claim_folder()
         with clean_exit():

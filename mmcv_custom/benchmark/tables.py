@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +15,15 @@ from .results import (
     Report,
 )
 
-__all__ = ['describe_nodes', 'make_table', 'show', 'show_outlook']
+__all__ = [
+    'describe_nodes',
+    'make_console',
+    'make_table',
+    'show',
+    'show_outlook',
+]
+
+_WIDTH = 110  # of tables in a file, in characters
 
 _NOTES = """
 rank, node: what it sends in a step, as the hook counts it (a node, to others).
@@ -29,6 +37,14 @@ floor: the larger of (step without exchange + what the hook computes) and of
 (time to the first bucket + bytes / rate). ratio: the step over the floor; net
 ratio, with the rate that a large all-reduce reaches. kernel: what a node has
 sent by the kernel's count, headers included."""
+
+
+def make_console() -> Console:
+    """Return what prints tables and lines, all of which is plain text."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:  # rich would take it for a narrow one
+        console.width = _WIDTH
+    return console
 
 
 def show(report: Report) -> RenderableType:

@@ -26,7 +26,6 @@ class RunningTrial:
         steps: Of the trial.
         ddp: Its model; a weak reference.
         plain: The plain average.
-        clock: Returns seconds; by default those of the model's device.
 
     Attributes:
         turn: What the step does that is under way.
@@ -37,13 +36,12 @@ class RunningTrial:
         steps: Steps,
         ddp: DistributedDataParallel,
         plain: CommHook,
-        clock: Callable[[], float] | None = None,
     ) -> None:
         self._steps = steps
         self._ddp = ddp
         self._plain = plain
         device = next(ddp.parameters()).device
-        self._clock = clock or _clock_of(device)
+        self._clock = _clock_of(device)
         self._comparison = Comparison()
         # As long as the plain average is alone.
         self._times: StepTimes | None = StepTimes(ddp, plain.hook, 1)
