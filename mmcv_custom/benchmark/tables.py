@@ -72,7 +72,8 @@ def _show_prediction(prediction: Prediction) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for cluster in prediction.clusters:
         parts += [
-            f'\npredicted for {cluster.cluster}',
+            f'\npredicted for {cluster.cluster}: what a node sends, and the '
+            'likely step',
             _cluster_table(cluster, prediction.gradient_bytes),
         ]
     if prediction.checks:
@@ -90,7 +91,7 @@ def _cluster_table(cluster: ClusterForecast, gradient_bytes: int) -> Table:
         [
             {
                 'hook': f.hook,
-                'node MB': _megabytes(f.node_bytes),
+                'sent MB': _megabytes(f.node_bytes),
                 'of gradients': f'{f.node_bytes / gradient_bytes:.3f}',
                 'step ms': f'{f.step_s * 1e3:.0f}',
                 '(range)': f'({f.low_s * 1e3:.0f}-{f.high_s * 1e3:.0f})',
