@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from mmcv_custom import ddp_hooks
+from mmcv_custom.compression.groups import end_groups
 from tests.ranks import run_ranks
 from tests.toy import (
     loss_of,
@@ -279,7 +280,7 @@ def average_in_a_subgroup(rank):
     ddp = make_ddp(process_group=group)
     ddp.register_comm_hook(group, ddp_hooks.fp16_compress_hook)
     gradients = train_step(ddp, rank)
-    dist.destroy_process_group(group)
+    end_groups([group])
     return gradients
 
 

@@ -24,7 +24,7 @@ from mmcv_custom.benchmark.prediction import (
 from mmcv_custom.benchmark.results import LinkResult, Spread, Timing
 from mmcv_custom.benchmark.workload import make_layers
 from mmcv_custom.compression.topology import Topology
-from tests.ranks import run_ranks
+from tests.ranks import gloo_reduces, run_ranks
 
 from .samples import LONG, make_report
 
@@ -40,10 +40,10 @@ HOOKS = [
 ]
 
 
-def _count(rank):
+def _count(rank, hooks):
     workload = make_layers(PARAMETERS, 2, rank, torch.device('cpu'))
     sent = {}
-    for choice in choose(HOOKS)[1:]:
+    for choice in choose(hooks)[1:]:
         method = Method(workload, choice)
         for _ in range(8):
             method.step()
@@ -57,13 +57,16 @@ def _count(rank):
 
 
 def test_bytes_are_those_that_are_counted():
-    counted, _ = run_ranks(_count)
-    assert len(counted) == len(HOOKS) - 1
+    hooks = HOOKS
+    if not gloo_reduces(torch.bfloat16):
+        hooks = [hook for hook in HOOKS if 'bf16' not in hook]
+    counted, _ = run_ranks(_count, hooks)
+    assert len(counted) == len(hooks) - 1
     # Shapes alone.
     meta = torch.device('meta')
     parameters = make_layers(PARAMETERS, 2, 0, meta).trained
     assert all(p.is_meta for p in parameters)
-    predictor = Predictor(choose(HOOKS), parameters, 'cpu')
+    predictor = Predictor(choose(hooks), parameters, 'cpu')
     sent = predictor.sent(Topology(((0, 1),)))
     assert sent.pop('none') == 4 * PARAMETERS == counted['allreduce']
     assert sent == counted

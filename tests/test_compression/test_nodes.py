@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mmcv_custom.compression.groups import end_groups
 from tests.ranks import gloo_reduces, run_ranks
 from tests.test_compression.helpers import (
     BY_NODES,
@@ -235,7 +236,7 @@ def in_another_order(rank):
         compressor.close()
     del ddp
     gc.collect()
-    dist.destroy_process_group(group)
+    end_groups([group])
     return results
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mmcv_custom.compression.groups import end_groups
 from mmcv_custom.compression.topology import Topology, find_topology
 from tests.ranks import run_ranks
 
@@ -169,7 +170,7 @@ def find_in_parts(rank):
                 found = find_topology(part, CPU)
                 results.append((found.nodes, found.source))
     if rank != 2:
-        dist.destroy_process_group(part)
+        end_groups([part])
     return results
 
 

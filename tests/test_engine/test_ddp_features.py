@@ -160,7 +160,7 @@ class LateCast(Hook):
     """What the original's cast hooks do: before_run is after wrapping."""
 
     def before_run(self, runner):
-        runner.model.module.layers[2].to(torch.bfloat16)
+        runner.model.module.layers[2].to(torch.float16)
 
 
 def cast_late(rank, work_dir):

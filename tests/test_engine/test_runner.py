@@ -11,6 +11,7 @@ from mmengine.optim.optimizer import amp_optimizer_wrapper
 from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 
+from mmcv_custom.compression.groups import end_groups
 from mmcv_custom.ddp_hooks import fp16_compress_hook
 from mmcv_custom.engine import CommHookDistributedDataParallel
 from tests.ranks import run_ranks
@@ -191,8 +192,7 @@ def train_three_ways(rank, work_dir, feature):
                 amp_optimizer_wrapper, 'is_cuda_available', lambda: True
             )
             results.append(train(rank, work_dir / str(hook), hook, options))
-    while SUBGROUPS:
-        dist.destroy_process_group(SUBGROUPS.pop())
+    end_groups(SUBGROUPS)
     return results
 
 

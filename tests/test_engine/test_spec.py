@@ -9,6 +9,7 @@ import torch.distributed as dist
 from mmengine.config import Config
 
 from mmcv_custom.compression import Int8, PowerSGD
+from mmcv_custom.compression.groups import end_groups
 from mmcv_custom.ddp_hooks import fp16_compress_hook, fp16_compress_wrapper
 from mmcv_custom.engine import (
     COMM_HOOKS,
@@ -220,7 +221,7 @@ def build_in_subgroup(rank):
     path = 'tests.user_hooks.Stateful'
     own = build_comm_hook({'type': path, 'factor': 2.0}, group)
     dist.barrier(group)  # until both have connected
-    dist.destroy_process_group(group)
+    end_groups([group])
     assert isinstance(own.instance, user_hooks.Stateful)
     return plain.state is group, own.instance.process_group is group
 
