@@ -15,7 +15,9 @@ from .pages import ROOT, blocks
 COMMANDS = blocks('commands', 'session')
 # Those that train, on this machine alone.
 TRAININGS = [
-    block
+    pytest.param(
+        block, marks=pytest.mark.gloo_bf16 if 'bf16' in block.text else ()
+    )
     for block in COMMANDS
     if block.fenced
     and 'dist_train.sh' in block.text
