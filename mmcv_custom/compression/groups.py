@@ -31,7 +31,8 @@ def make_group(
         topology: Of its ranks.
         scope: Between whom the new group is.
     """
-    backend = group._get_backend(device)
+    # Which the stubs of older torch do not have.
+    backend = group._get_backend(device)  # type: ignore[attr-defined]
     # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it into one without options.
     backend = getattr(backend, 'wrapped_pg', backend)
     ranks = dist.get_process_group_ranks(group)
