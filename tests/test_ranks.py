@@ -276,6 +276,7 @@ def sleep(rank):
     time.sleep(60)
 
 
+@needs_pool
 @pytest.mark.e2e
 def test_interrupt_leaves_no_process(tmp_path):
     script = tmp_path / 'script.py'
