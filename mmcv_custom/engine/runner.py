@@ -178,7 +178,9 @@ class CommHookRunner(Runner):
         super().resume(filename, *args, **kwargs)
         for message in overruled_settings(self, settings):
             self.logger.warning(message)
-        restore_from_checkpoint(self, without_trust(filename))
+        filename = without_trust(filename)
+        restore_from_checkpoint(self, filename)
+        self._state_folders.begin_with(filename)
 
     def train(self) -> nn.Module:
         """Train, after one log line that says how gradients are exchanged.

@@ -1,12 +1,15 @@
 """The hook states on disk live and die with their checkpoints."""
 
+import functools
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from mmengine.dist import master_only
 from mmengine.hooks import Hook
-from mmengine.runner import runner as mmengine_runner
+from mmengine.runner import Runner
 
 from mmcv_custom.engine.state_folders import StateFolders, local_folder
 from tests.ranks import run_ranks
@@ -105,20 +108,21 @@ def test_resumed_run_removes_the_states_of_the_earlier_one(
 
 def interrupt_and_resume(rank, work_dir, hook_options, iters, save):
     """The last of the saves ends after the states are written."""
-    saves, write = [], mmengine_runner.save_checkpoint
+    saves, write = [], Runner.save_checkpoint
 
+    @functools.wraps(write)
     def interrupted(*args, **kwargs):
         saves.append(args)
         if len(saves) == save:
             raise KeyboardInterrupt
         write(*args, **kwargs)
 
-    mmengine_runner.save_checkpoint = interrupted
+    Runner.save_checkpoint = interrupted
     try:
         train(rank, work_dir, POWERSGD, iters, hook_options)
     except KeyboardInterrupt:
         pass
-    mmengine_runner.save_checkpoint = write
+    Runner.save_checkpoint = write
     torch.distributed.barrier()
     before = saved(work_dir)
     torch.distributed.barrier()
@@ -233,3 +237,137 @@ def test_other_storage_has_no_folder(tmp_path):
     http = {'backend': 'http'}
     assert local_folder(str(tmp_path), backend_args=http) is None
     assert local_folder(str(tmp_path), file_client_args=http) is None
+
+
+def train_on_machines(
+    rank, folder, hook_options, iters, resume=None, custom_hooks=()
+):
+    """Each rank has a folder of its own; only the first saves checkpoints."""
+    work_dir = folder / f'machine{rank}'
+    options = {'custom_hooks': [*custom_hooks]}
+    if resume:
+        options |= {'load_from': f'{work_dir}/{resume}', 'resume': True}
+    make_runner(
+        work_dir,
+        POWERSGD,
+        iters,
+        default_hooks=checkpoint_hook(**hook_options),
+        **options,
+    ).train()
+
+
+def test_states_of_other_machines_are_removed(tmp_path):
+    """Without a shared folder, too; what may be of another run stays."""
+    there = tmp_path / 'machine1'
+    leave_state(there / 'iter_9.pth', 'rank1.pth')
+    stale = leave_state(tmp_path / 'machine0/iter_8.pth', 'rank0.pth')
+    kept = {'max_keep_ckpts': 2}
+    run_ranks(train_on_machines, tmp_path, kept, 4)
+    last = {'iter_3.pth', 'iter_4.pth'}
+    assert saved(tmp_path / 'machine0') == (last, last)
+    assert not stale.exists()
+    assert saved(there) == (set(), last | {'iter_9.pth'})
+    for rank in range(2):
+        parts = tmp_path.glob(f'machine{rank}/iter_[34]*.comm_hook/*')
+        assert [p.name for p in parts] == [f'rank{rank}.pth'] * 2
+    # A resumed run knows the states beside its checkpoint for its own.
+    shutil.copy(tmp_path / 'machine0/iter_4.pth', there)
+    leave_state(there / 'iter_9.pth', 'rank1.pth', 'rank7.pth')
+    leave_state(there / 'other_iter_9.pth')
+    run_ranks(train_on_machines, tmp_path, kept, 6, 'iter_4.pth')
+    last = {'iter_5.pth', 'iter_6.pth'}
+    assert saved(tmp_path / 'machine0') == (last, last)
+    assert saved(there) == (
+        {'iter_4.pth'},
+        last | {'iter_4.pth', 'other_iter_9.pth'},
+    )
+
+
+class SaveAlone(Hook):
+    """Saves on the first rank only, and keeps one."""
+
+    @master_only
+    def after_train_iter(self, runner, *args, **kwargs):
+        folder = Path(runner.work_dir, 'own')
+        for file in folder.glob('*.pth'):
+            if file.is_file():
+                file.unlink()
+        runner.save_checkpoint(str(folder), f'at_{runner.iter}.pth')
+
+
+def test_saves_of_the_first_rank_alone(tmp_path):
+    """No other rank is waited for, and their states are removed."""
+    run_ranks(
+        train_on_machines,
+        tmp_path,
+        {'max_keep_ckpts': 1},
+        3,
+        None,
+        [SaveAlone()],
+        timeout_s=30,
+    )
+    own = {'at_2.pth'}
+    assert saved(tmp_path / 'machine0/own') == (own, own)
+    assert saved(tmp_path / 'machine1') == (set(), {'iter_3.pth'})
+
+
+def follow(rank, folder):
+    """What goes while all ranks look on; none of it by a training."""
+    folders = StateFolders(logging.getLogger('test'))
+    own = [folder / f'machine{rank}' / name for name in 'ab']
+    names = 'gone', 'copied', 'back', 'only_in_b'
+    states = {}
+    for place in own:
+        for name in names:
+            states[place.name, name] = leave_state(place / name)
+            if rank == 0:
+                (place / name).touch()
+    if rank == 0:
+        for place in own:
+            folders.remove_orphans(place)
+        for name in names:
+            (own[0] / name).unlink()
+        folders.remove_orphans(own[0])
+        (own[0] / 'back').touch()
+    else:
+        (own[0] / 'copied').touch()
+    folders.follow(own)
+    folders.follow(own)
+    return {key for key, state in states.items() if state.exists()}
+
+
+def test_only_what_is_gone_everywhere_is_removed(tmp_path):
+    first, second = run_ranks(follow, tmp_path)
+    others = {('b', name) for name in ('gone', 'copied', 'back', 'only_in_b')}
+    assert first == others
+    assert second == others | {('a', 'copied'), ('a', 'back')}
+
+
+def clean_up(rank, folder, begins_in):
+    folders = StateFolders(logging.getLogger('test'))
+    if begins_in is not None:
+        folders.begin_with(str(folder / begins_in / 'iter_1.pth'))
+    folders.remove_leftovers(folder / f'machine{rank}', 'iter_{}.pth')
+
+
+@pytest.mark.parametrize(
+    ('begins_in', 'left'),
+    [
+        (None, {'iter_1.pth', 'iter_2.pth', 'iter_3.pth'}),
+        ('elsewhere', {'iter_1.pth', 'iter_2.pth', 'iter_3.pth'}),
+        ('machine1', {'iter_1.pth', 'iter_2.pth'}),
+    ],
+)
+def test_states_stay_whose_checkpoint_any_machine_has(
+    tmp_path, begins_in, left
+):
+    """The machines may have changed places since they were written."""
+    here, there = tmp_path / 'machine0', tmp_path / 'machine1'
+    for name in ('iter_1.pth', 'iter_2.pth', 'iter_3.pth'):
+        leave_state(here / name, 'rank1.pth')
+        leave_state(there / name, 'rank0.pth')
+    (here / 'iter_1.pth').touch()
+    (there / 'iter_2.pth').touch()
+    run_ranks(clean_up, tmp_path, begins_in)
+    assert saved(here)[1] == {'iter_1.pth', 'iter_2.pth'}
+    assert saved(there)[1] == left
