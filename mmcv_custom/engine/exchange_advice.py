@@ -12,6 +12,7 @@ __all__ = [
     'describe_share',
     'most_gained',
     'most_saved',
+    'waiting_share',
 ]
 
 # So many times faster a step has to become to be worth a change.
@@ -50,19 +51,29 @@ def most_gained(step_ms: float, saved_ms: float, ratio: float) -> float:
     return step_ms / least_ms if least_ms else math.inf
 
 
-def describe_share(share: float, spread_share: float) -> str:
+def waiting_share(step_ms: float, exchange_ms: float) -> float:
+    """Return which part of a step waits; they are not of just the same."""
+    return min(1.0, exchange_ms / step_ms)
+
+
+def describe_share(
+    step_ms: float, exchange_ms: float, least_exchange_ms: float
+) -> str:
     """Say what the exchange costs.
 
     Args:
-        share: Of the step, on the rank that waits longest.
-        spread_share: How much of that another rank does not wait, as it
-            comes later.
+        step_ms: Of the rank with the longest step.
+        exchange_ms: How much of it the rank waits that waits longest.
+        least_exchange_ms: The same of the rank that waits least, as it comes
+            last.
     """
+    share = waiting_share(step_ms, exchange_ms)
     text = f'{_percent(share)} of a step waits for gradients'
-    if spread_share > _APART:
+    for_others_ms = exchange_ms - least_exchange_ms
+    if for_others_ms > _APART * exchange_ms:
         text += (
-            f', of which {_percent(share * spread_share)} are for slower '
-            'ranks, whatever the hook'
+            f', of which {_percent(share * for_others_ms / exchange_ms)} are '
+            'for slower ranks, whatever the hook'
         )
     return text
 

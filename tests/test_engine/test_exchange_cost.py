@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import threading
 import time
 from pathlib import Path
@@ -380,17 +381,17 @@ def test_tensorboard_gets_them(tmp_path):
 
 
 class Growing(ToyModel):
-    """Its gradients grow beyond all scales in the fourth iteration."""
+    """Its gradients grow in an iteration, by default beyond all scales."""
 
-    def __init__(self):
+    def __init__(self, iteration=4, factor=1e9):
         super().__init__()
-        self.calls = 0
+        self.calls, self.iteration, self.factor = 0, iteration, factor
 
     def forward(self, x, mode='loss'):
         self.calls += 1
         losses = super().forward(x, mode)
-        if self.calls == 4:
-            losses['loss'] = losses['loss'] * 1e9
+        if self.calls == self.iteration:
+            losses['loss'] = losses['loss'] * self.factor
         return losses
 
 
@@ -428,6 +429,7 @@ def test_what_a_hook_tells_besides(tmp_path):
             {'optim_wrapper': accumulated, 'interval': 1},
         ),
         'nothing fed back yet': (powersgd, {}),
+        'not finite': (HOOKS['int8'], {'model': Growing(3, math.inf)}),
     }
     lines = {
         name: [told(line) for line in result[1]]
@@ -448,12 +450,16 @@ def test_what_a_hook_tells_besides(tmp_path):
         # At most half a step of 127 is lost, of the largest value.
         assert 0 < line['error_ratio'] < 0.1
     assert not any('error_ratio' in x for x in lines['nothing fed back yet'])
-    # In every second iteration nothing is exchanged, and nothing new told.
-    first, *rest = lines['accumulated']
-    assert first == {'skipped_steps': 0}
-    assert rest[0] == rest[1]
-    assert rest[2] == rest[3]
-    assert rest[0]['error_ratio'] != rest[2]['error_ratio']
+    # In every second iteration nothing is exchanged, and nothing told.
+    assert lines['accumulated'][::2] == [{'skipped_steps': 0}] * 3
+    ratios = [line['error_ratio'] for line in lines['accumulated'][1::2]]
+    assert len(set(ratios)) == 3
+    # Nor what a sample cannot tell, as its step is not finite.
+    first, *rest = lines['not finite']
+    assert {'error_ratio', 'sent_mib'} <= first.keys()
+    for line in rest:
+        assert 'error_ratio' not in line
+        assert 'sent_mib' in line
 
 
 def test_only_a_cast_to_float16_is_looked_at():

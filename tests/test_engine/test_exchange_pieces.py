@@ -109,12 +109,17 @@ def test_most_that_fewer_bytes_save(exchange, in_flight, ratio, saved):
 
 
 def test_words():
-    assert describe_share(0.28, 0.1) == '28% of a step waits for gradients'
-    assert describe_share(0.3, 0.5) == (
+    assert describe_share(50, 14, 12.6) == '28% of a step waits for gradients'
+    assert describe_share(50, 15, 7.5) == (
         '30% of a step waits for gradients, of which 15% are for slower '
         'ranks, whatever the hook'
     )
-    assert describe_share(0.004, 0.5).startswith('0.4% of a step waits')
+    assert describe_share(50, 0.2, 0.1).startswith('0.4% of a step waits')
+    assert describe_share(50, 0, 0) == '0.0% of a step waits for gradients'
+    assert describe_share(50, 60, 30) == (
+        '100% of a step waits for gradients, of which 50% are for slower '
+        'ranks, whatever the hook'
+    )
     assert describe_gain(100, 14, 2) == (
         'half the bytes could make it at most 1.16 times faster: '
         'ddp_comm_hook=fp16_scaled'

@@ -167,8 +167,7 @@ class Trial:
             ]
         )
         least_exchange, *saved = (-value for value in negated)
-        spread = (exchange - least_exchange) / max(exchange, 1e-6)
-        self._said.append(describe_share(min(1.0, exchange / step), spread))
+        self._said.append(describe_share(step, exchange, least_exchange))
         hopeful = [
             option
             for option, least in zip(candidates, saved, strict=True)

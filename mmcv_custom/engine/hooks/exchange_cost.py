@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mmengine.hooks import Hook, LoggerHook
+from mmengine.logging import MessageHub
 from mmengine.registry import HOOKS
 
 from ..exchange_advice import (
@@ -14,6 +15,7 @@ from ..exchange_advice import (
     describe_gain,
     describe_share,
     most_saved,
+    waiting_share,
 )
 from ..exchange_bytes import StepBytes
 from ..exchange_times import StepTimes
@@ -70,6 +72,7 @@ class ExchangeCostHook(Hook):
         self._has_spoken = False
         self._is_typical = True  # all steps since the last line are alike
         self._sample: dict[str, float] = {}
+        self._told: set[str] = set()  # in the last line
 
     def before_train(self, runner) -> None:
         """Begin to measure; a collective."""
@@ -159,19 +162,24 @@ class ExchangeCostHook(Hook):
             scalars |= {
                 'exchange_ms': exchange,
                 'exchange_spread_ms': exchange - figures['least_exchange_ms'],
-                # Not of just the same steps, nor of the same rank.
-                'exchange_share': min(1.0, exchange / figures['step_ms']),
+                'exchange_share': waiting_share(figures['step_ms'], exchange),
             }
             if self._is_typical and not self._has_spoken:
                 self._has_spoken = True
-                runner.logger.info(self._in_words(figures | scalars))
+                runner.logger.info(self._in_words(figures))
         if hasattr(self.instance, 'skipped_steps'):
             scalars['skipped_steps'] = self.instance.skipped_steps
+        self._tell(runner.message_hub, scalars)
+
+    def _tell(self, hub: MessageHub, scalars: dict[str, float]) -> None:
+        """Add scalars to those of the training, for this line alone."""
+        for name in self._told - scalars.keys():
+            # It would show its last value in all lines to come.
+            hub.log_scalars.pop(f'train/{name}', None)
+        self._told = {*scalars}
         for name, value in scalars.items():
             # Not for checkpoints: after a resume they are of another run.
-            runner.message_hub.update_scalar(
-                f'train/{name}', value, resumed=False
-            )
+            hub.update_scalar(f'train/{name}', value, resumed=False)
 
     def _figures(self) -> dict[str, float]:
         """Return what the ranks agree on, by name, as far as there is any."""
@@ -193,10 +201,10 @@ class ExchangeCostHook(Hook):
 
     def _in_words(self, figures: dict[str, float]) -> str:
         """Say what the first figures mean."""
-        share = figures['exchange_share']
-        spread = figures['exchange_spread_ms']
         text = 'Exchange cost: ' + describe_share(
-            share, spread / max(figures['exchange_ms'], 1e-6)
+            figures['step_ms'],
+            figures['exchange_ms'],
+            figures['least_exchange_ms'],
         )
         if 'sent_mib' not in figures:
             return text
