@@ -19,12 +19,16 @@ from tests.ranks import run_ranks
 from tests.test_compression.helpers import Leaves, average, count_groups, draw
 from tests.test_engine.trials import (
     COMPARED,
+    INT8,
+    INT8_NAME,
     PLAIN,
+    POWERSGD,
     ROUNDS,
     SHAPES,
     attach,
     error_of,
     exchange,
+    in_turns,
     known_times,
     plain_average,
     start,
@@ -33,14 +37,16 @@ from tests.test_engine.trials import (
 
 HERE = __name__
 IN_LOG = HERE.split('.')[-1]  # as the log names the hooks of this module
-INT8 = {'type': 'int8', 'use_error_feedback': True}
-INT8_NAME = 'int8(use_error_feedback=True)'
-POWERSGD = {
-    'type': 'powersgd',
+LATE = 20
+LATE_POWERSGD = {
+    **POWERSGD,
     'matrix_approximation_rank': 4,
-    'start_powerSGD_iter': 20,
-    'min_compression_rate': 0.5,
+    'start_powerSGD_iter': LATE,
 }
+LATE_NAME = (
+    'powersgd(min_compression_rate=0.5, start_powerSGD_iter=20, '
+    'matrix_approximation_rank=4)'
+)
 
 
 def assert_same_bits(got, wanted):
@@ -86,7 +92,7 @@ def go_through_a_trial(rank):
         f'{HERE}.gives_garbage',
         'fp16',
         f'{HERE}.gives_random',
-        POWERSGD,
+        LATE_POWERSGD,
     ]
     with known_times({INT8_NAME: 0.4, 'fp16': 0.6}) as clock:
         ddp, auto = start(candidates)
@@ -97,7 +103,7 @@ def test_steps_of_a_trial():
     """Gradients, and what was exchanged, of each step."""
     results = run_ranks(go_through_a_trial)
     traces = [steps for steps, _ in results]
-    begin = POWERSGD['start_powerSGD_iter'] + 5
+    begin = LATE + 5
     turns = begin + 5 * COMPARED
     end = turns + 3 * ROUNDS
     assert {step for _, step in results} == {62}
@@ -119,11 +125,9 @@ def test_steps_of_a_trial():
         assert kinds(step) == PLAIN_KINDS | FP16_KINDS
     for step in (*garbage, *random, *powersgd):
         assert kinds(step) == PLAIN_KINDS
-    assert [step.name for step in steps[turns:end]] == [
-        PLAIN,
-        INT8_NAME,
-        'fp16',
-    ] * ROUNDS
+    assert [step.name for step in steps[turns:end]] == in_turns(
+        [PLAIN, INT8_NAME, 'fp16']
+    )
     for step in range(turns, 62):
         name = steps[step].name
         if name == PLAIN:
@@ -202,13 +206,9 @@ CHOICES = {
         f'{FUTURE_HOOK}(wrapper=fp16)',
     ),
     'one that begins later': (
-        [{**POWERSGD, 'use_error_feedback': False}],
-        {
-            'powersgd(matrix_approximation_rank=4, start_powerSGD_iter=20, '
-            'min_compression_rate=0.5, use_error_feedback=False)': 0.5
-        },
-        'powersgd(matrix_approximation_rank=4, start_powerSGD_iter=20, '
-        'min_compression_rate=0.5, use_error_feedback=False)',
+        [LATE_POWERSGD],
+        {LATE_NAME: 0.5},
+        LATE_NAME,
     ),
     'not what the backend lacks': (
         [f'{HERE}.NotHere', 'fp16'],
@@ -300,7 +300,7 @@ def exchange_in_parts_of_the_world(rank):
     """Of three ranks, two have a model and one has another."""
     parts = [dist.new_group([0, 1]), dist.new_group([2])]
     own = parts[rank // 2]
-    candidates = [INT8, 'fp16', {**POWERSGD, 'start_powerSGD_iter': 2}]
+    candidates = [INT8, 'fp16', POWERSGD]
     with known_times({INT8_NAME: 0.4}) as clock:
         ddp = toy.make_ddp(Leaves(SHAPES), process_group=own)
         auto = attach(ddp, candidates)
@@ -379,10 +379,9 @@ def end_in_any_order(rank):
     """Threads, groups, memory and the model itself."""
     alive = set(threading.enumerate())
     gc.collect()
-    powersgd = {**POWERSGD, 'start_powerSGD_iter': 2}
     for steps in (3, 12, 20, 60):
         with known_times({INT8_NAME: 0.4, 'fp16': 0.3}) as clock:
-            ddp, auto = start([INT8, powersgd, 'int8', 'fp16'])
+            ddp, auto = start([INT8, POWERSGD, 'int8', 'fp16'])
             exchange(rank, ddp, auto, clock, range(steps))
             if steps == 60:
                 # What has lost is let go of.

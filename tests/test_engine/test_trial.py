@@ -16,6 +16,7 @@ from mmcv_custom.engine.auto.trial import (
     to_keep,
 )
 from mmcv_custom.engine.exchange_times import Times
+from tests.test_engine.trials import in_turns
 
 PLAINLY, HALF, QUARTER = range(3)
 OPTIONS = [
@@ -72,7 +73,7 @@ def test_keeps_the_fastest_after_as_few_steps_as_are_clear():
         *[PLAIN] * 8,
         *compared(HALF),
         *compared(QUARTER),
-        *[PLAIN, Turn(HALF), Turn(QUARTER)] * 5,
+        *in_turns([PLAIN, Turn(HALF), Turn(QUARTER)]),
     ]
     assert choice.reason == (
         '90% of a step waits for gradients; a plain step takes 1000 ms; '
@@ -151,11 +152,24 @@ def test_gradients_that_are_not_finite_tell_no_error():
 
 def test_what_disturbs_a_round_costs_more_rounds():
     def disturbed(step, turn):  # the second step with the fastest one
-        return 5.0 if step == 20 else SECONDS[turn.option]
+        return 5.0 if step == 19 else SECONDS[turn.option]
 
     choice, turns = go(disturbed)
     assert choice.option == QUARTER
     assert turns.count(Turn(HALF)) == 15
+
+
+@pytest.mark.parametrize('size', [2, 3])
+def test_what_comes_again_meets_all_hooks_alike(size):
+    """As often as a hook's turn, as when loaders fall behind together."""
+    for phase in range(size):
+
+        def seconds(step, turn, phase=phase):
+            return 1.0 + (step % size == phase)
+
+        choice, turns = go(seconds, options=OPTIONS[:size])
+        assert choice.option == PLAINLY, phase
+        assert turns.count(Turn(HALF)) == 15
 
 
 def run_on_ranks(seconds_of, size):

@@ -20,9 +20,18 @@ from tests.test_compression.helpers import (
 from tests.toy import make_ddp
 
 PLAIN = 'allreduce'
+INT8 = {'type': 'int8', 'use_error_feedback': True}
+INT8_NAME = 'int8(use_error_feedback=True)'
+POWERSGD = {
+    'type': 'powersgd',
+    'min_compression_rate': 0.5,
+    'start_powerSGD_iter': 2,
+}
+POWERSGD_NAME = 'powersgd(min_compression_rate=0.5, start_powerSGD_iter=2)'
 # The first steps and the plain ones, and how often a candidate is compared.
 BEFORE, COMPARED, ROUNDS = 8, 3, 5
 WAITING = Times(1000, 900, 950)  # ms
+VALIDATION_S = 100.0
 SHAPES = {'w': (30, 40), 'v': (300,), 'b': (7,)}
 
 # ``name`` is of the hook whose turn it is.

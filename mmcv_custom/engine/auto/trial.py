@@ -206,11 +206,15 @@ class Trial:
         """Time a step of each, in turn, until it is clear which to keep."""
         rounds: list[list[float]] = []
         while not is_clear(rounds):
-            seconds = []
-            for option in running:
+            # Each round begins with another one: what takes time again and
+            # again, as when a loader's workers fall behind together, would
+            # meet the same hook each time.
+            first = len(rounds) % len(running)
+            seconds = {}
+            for option in (*running[first:], *running[:first]):
                 outcome = yield Turn(option.number)
-                seconds.append(outcome.step_s)
-            rounds.append(self._agree(seconds))
+                seconds[option] = outcome.step_s
+            rounds.append(self._agree([seconds[each] for each in running]))
         plain, *medians = _medians(rounds)
         self._said.append(f'a plain step takes {_ms(plain)}')
         for option, median in zip(running[1:], medians, strict=True):
