@@ -7,7 +7,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compression.collective import all_reduce
 from .spec import CommHook
 
-__all__ = ['bind_comm_hook', 'check_backend', 'unless_world']
+__all__ = [
+    'backend_obstacle',
+    'bind_comm_hook',
+    'check_backend',
+    'unless_world',
+]
 
 
 def bind_comm_hook(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
@@ -32,6 +37,21 @@ def unless_world(
 
 
 def check_backend(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
+    """Refuse a hook that the backend cannot run; see `backend_obstacle`.
+
+    Raises:
+        RuntimeError: If it cannot.
+    """
+    obstacle = backend_obstacle(comm_hook, ddp)
+    if obstacle is not None:
+        raise RuntimeError(
+            f"{obstacle}; use ddp_comm_hook='fp16' or 'allreduce'"
+        )
+
+
+def backend_obstacle(
+    comm_hook: CommHook, ddp: DistributedDataParallel
+) -> str | None:
     """Run what a hook needs of the backend, on as few elements as can be.
 
     All ranks of the group have to call this alike: one element is reduced in
@@ -41,8 +61,8 @@ def check_backend(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
         comm_hook: Built for the group of ``ddp``.
         ddp: The wrapped model.
 
-    Raises:
-        RuntimeError: If the backend cannot run it.
+    Returns:
+        What the backend cannot do, and why; None if it can run the hook.
     """
     group = ddp.process_group
     device = next(p.device for p in ddp.parameters() if p.requires_grad)
@@ -64,8 +84,8 @@ def check_backend(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
             # Raises itself if the trouble is not the dtype or the operation.
             working = torch.zeros(1, dtype=torch.float32, device=device)
             dist.all_reduce(working, group=group)
-            raise RuntimeError(
+            return (
                 f'backend {dist.get_backend(group)!r} of torch '
-                f'{torch.__version__} cannot {what} ({error}); use '
-                "ddp_comm_hook='fp16' or 'allreduce'"
-            ) from error
+                f'{torch.__version__} cannot {what} ({error})'
+            )
+    return None

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmcv_custom.ddp_hooks import allreduce_hook, fp16_compress_hook
 from mmcv_custom.engine import CommHookDistributedDataParallel
+from mmcv_custom.engine.auto import several
 from tests import user_hooks
 from tests.ranks import gloo_reduces, run_ranks
 from tests.test_engine.toy_runner import make_cfg
@@ -70,6 +71,11 @@ def build(rank, cfg):
             {'type': 'tests.user_hooks.returns_future', 'wrapper': 'fp16'},
             'fp16_wrapper(tests.user_hooks.returns_future)',
             {torch.float16},
+        ),
+        (
+            {'type': 'auto', 'candidates': ['fp16']},
+            "auto[candidates=['fp16'], max_error=0.02, keep_choice=True]",
+            {torch.float32},
         ),
     ],
 )
@@ -187,6 +193,30 @@ def test_backend_without_bf16_is_named_on_every_rank(cfg):
             'torch.bfloat16 (Invalid scalar type); use '
             "ddp_comm_hook='fp16' or 'allreduce'"
         )
+
+
+def try_on_a_poor_backend(rank):
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, 'all_reduce', refuse_bfloat16)
+        patch.setattr(several, 'log', lambda text, level: said.append(text))
+        ddp = wrap(ddp_comm_hook={'type': 'auto', 'candidates': ['bf16']})
+    train_step(ddp, rank)
+    return said
+
+
+def test_candidate_that_the_backend_lacks_is_left_out_with_its_reason():
+    assert (
+        run_ranks(try_on_a_poor_backend)
+        == [
+            [
+                "bf16 is left out: backend 'gloo' of torch "
+                f'{torch.__version__} cannot reduce torch.bfloat16 (Invalid '
+                'scalar type)'
+            ]
+        ]
+        * 2
+    )
 
 
 def test_backend_is_asked_for_the_wire_dtype_only():

@@ -11,9 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...compression import Training
 from ...compression.collective import Sent
-from ...compression.topology import Topology, find_topology
-from ...parameters import reduced_parameters
-from ..binding import bind_comm_hook, check_backend
+from ..binding import backend_obstacle, bind_comm_hook, check_backend
 from ..spec import CommHook
 
 __all__ = ['SeveralHooks', 'log']
@@ -25,14 +23,15 @@ class SeveralHooks:
     An instance has what theirs have together; see docs/your_own_hook.md.
 
     Args:
-        hooks: They are not bound yet.
+        hooks: They are not bound yet. The first one is an
+            :class:`~mmcv_custom.compression.exchange.Exchange`.
     """
 
     def __init__(self, hooks: Sequence[CommHook]) -> None:
         # Neither left out nor let go of.
         self._hooks = dict(enumerate(hooks))
         self._sent, self._skipped = Sent(), 0  # of those let go of
-        self.topology = Topology(((0,),))  # until they are bound
+        self.topology = hooks[0].instance.topology  # until they are bound
 
     def bind(self, ddp: DistributedDataParallel) -> 'SeveralHooks':
         """Bind the hooks; a log line names each that cannot run here.
@@ -40,19 +39,16 @@ class SeveralHooks:
         Raises:
             RuntimeError: If the first one cannot.
         """
-        first, *others = self._hooks.items()
-        check_backend(first[1], ddp)
+        (_, first), *others = self._hooks.items()
+        check_backend(first, ddp)
         for number, hook in others:
-            try:
-                check_backend(hook, ddp)
-            except RuntimeError as error:
+            obstacle = backend_obstacle(hook, ddp)
+            if obstacle is not None:
                 del self._hooks[number]
-                name = hook.label
-                log(f'{name} is left out: {error}', logging.WARNING)
+                log(f'{hook.label} is left out: {obstacle}', logging.WARNING)
         for hook in self._hooks.values():
             bind_comm_hook(hook, ddp)
-        parameter = next(iter(reduced_parameters(ddp).values()))
-        self.topology = find_topology(ddp.process_group, parameter.device)
+        self.topology = first.instance.topology
         return self
 
     def on_train_start(self, training: Training) -> None:
