@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,10 +63,21 @@ class SeveralHooks:
         results = [each.settle() for each in self._having('settle')]
         return all(results)
 
-    def follow_loss_scale(self, loss_scale: float) -> None:
-        """Let them convert what is in units of the gradient."""
-        for each in self._having('follow_loss_scale'):
-            each.follow_loss_scale(loss_scale)
+    @property
+    def follow_loss_scale(self) -> Callable[[float], None]:
+        """Lets them convert what is in units of the gradient.
+
+        An AttributeError where there is none: any loss scales will do then.
+        """
+        following = [*self._having('follow_loss_scale')]
+        if not following:
+            raise AttributeError('no hook follows the loss scale')
+
+        def follow(loss_scale: float) -> None:
+            for each in following:
+                each.follow_loss_scale(loss_scale)
+
+        return follow
 
     @property
     def may_overflow(self) -> bool:
