@@ -16,11 +16,11 @@ from ...compression.knobs import check_knob
 from ...compression.step import StepRecord
 from ...named_hook import Future
 from ...parameters import reduced_parameters
-from ..hook_state import has_state
 from ..registry import CANDIDATES, COMM_HOOKS
 from ..spec import CommHook
 from .candidates import build_hooks
 from .running import RunningTrial, largest
+from .saved import choice_state, load_choice, setting_of, what_differs
 from .several import SeveralHooks, log
 from .trial import PLAIN, Option, Trial, Turn
 
@@ -84,13 +84,8 @@ class Auto(SeveralHooks):
         super().bind(ddp)
         # DDP keeps its hook, and would keep itself.
         self._ddp = weakref.proxy(ddp)
-        parameters = [*reduced_parameters(ddp).values()]
-        self._device = parameters[0].device
-        self._setting = {
-            'nodes': [[*node] for node in self.topology.nodes],
-            'device': self._device.type,
-            'shapes': [[*p.shape] for p in parameters],
-        }
+        self._device = next(iter(reduced_parameters(ddp).values())).device
+        self._setting = setting_of(ddp, self.topology)
         return self
 
     def on_train_start(self, training: Training) -> None:
@@ -159,18 +154,7 @@ class Auto(SeveralHooks):
         if self._kept is None:
             return state
         hook = self._hooks[self._kept]
-        own: dict[str, Any] = {}
-        if has_state(hook):
-            own = dict(hook.instance.state_dict())
-        if 'tensors' in own:
-            # Where whoever reads the counters alone leaves them out.
-            state['tensors'] = own.pop('tensors')
-        return state | {
-            'kept': self._kept,
-            'hook': hook.name,
-            'hook_state': own,
-            'setting': self._setting,
-        }
+        return state | choice_state(self._kept, hook, self._setting)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep what was chosen, or take over the counters and try anew.
@@ -182,18 +166,17 @@ class Auto(SeveralHooks):
         if state.get('type') != 'auto':
             raise ValueError(f'the state is of {state.get("type")!r}')
         kept = state['kept']
-        obstacle = '' if kept is None else self._obstacle(state)
-        if kept is None or obstacle:
+        if kept is not None:
+            obstacle = 'keep_choice=False'
+            if self._keeps_choice:
+                obstacle = what_differs(state, self._hooks, self._setting)
             if obstacle:
                 log(f'the choice is not kept, as {obstacle}')
+                kept = None
+        if kept is None:
             self.load_counters(state)
             return
-        hook = self._hooks[kept]
-        if has_state(hook):
-            own = dict(state['hook_state'])
-            if 'tensors' in state:
-                own['tensors'] = state['tensors']
-            hook.instance.load_state_dict(own)
+        load_choice(state, self._hooks[kept])
         self._take_over(state)
         self._kept = kept
         self._forget_trial()
@@ -212,33 +195,26 @@ class Auto(SeveralHooks):
         self.step = state.get('step', 0)
         self._skipped += state.get('skipped_steps', 0) - self.skipped_steps
 
-    def _obstacle(self, state: dict[str, Any]) -> str:
-        """Say why a choice that was made cannot be kept, if so."""
-        if not self._keeps_choice:
-            return 'keep_choice=False'
-        if state['setting'] != self._setting:
-            return 'model or machines are others'
-        hook = self._hooks.get(state['kept'])
-        if hook is None or hook.name != state['hook']:
-            return f'{state["hook"]} cannot be used'
-        return ''
-
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles hold a choice, but no trial; not bound."""
         self.settle()
         return self.__dict__ | {
             '_ddp': None,
             '_trial': None,
-            '_turn': PLAIN if self._kept is None else Turn(self._kept),
             '_record': StepRecord(),
         }
 
     def __copy__(self) -> 'Auto':
         return deepcopy(self)  # two must not share a hook
 
+    @property
+    def _turn(self) -> Turn:
+        if self._trial is not None:
+            return self._trial.turn
+        return PLAIN if self._kept is None else Turn(self._kept)
+
     def _forget_trial(self) -> None:
         self._trial: RunningTrial | None = None
-        self._turn = PLAIN if self._kept is None else Turn(self._kept)
         self._record = StepRecord()
 
     def _follow(self, parameters: list[torch.Tensor]) -> None:
@@ -251,7 +227,6 @@ class Auto(SeveralHooks):
                 self._advance(self._trial)
             elif self._kept is None:
                 self._trial = self._new_trial()
-                self._turn = self._trial.turn
         self._record.add(parameters)
 
     def _end_step(self) -> bool:
@@ -284,16 +259,15 @@ class Auto(SeveralHooks):
         return RunningTrial(steps, self._ddp, self._hooks[PLAIN.option])
 
     def _advance(self, trial: RunningTrial) -> None:
+        before = trial.turn
         choice = trial.end_step()
         if choice is not None:
             self._trial, self._kept = None, choice.option
-            self._turn = Turn(choice.option)
             verdict = '' if choice.option else 'no hook is worth it, '
             log(f'{verdict}{self.in_turn.label} is kept: {choice.reason}')
             return
-        if trial.turn.is_compared and trial.turn.option != self._turn.option:
+        if trial.turn.is_compared and trial.turn.option != before.option:
             instance = self._hooks[trial.turn.option].instance
             if hasattr(instance, 'load_counters'):
                 # As if it had exchanged the steps before, which were exact.
                 instance.load_counters({'step': self.step})
-        self._turn = trial.turn
