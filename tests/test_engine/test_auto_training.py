@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from torch import nn
 
-from tests.ranks import run_ranks
+from tests.ranks import gloo_reduces, run_ranks
 from tests.test_compression.helpers import record_collectives
 from tests.test_engine.test_compression_hook import amp_on_cpu
 from tests.test_engine.test_exchange_cost import ring_mib, settings
@@ -21,19 +23,23 @@ from tests.test_engine.test_hook_state import (
 from tests.test_engine.toy_runner import (
     ToyModel,
     log_of,
+    make_cfg,
     make_runner,
     parameters_of,
 )
-from tests.test_engine.trials import PLAIN, EndSteps, known_times
+from tests.test_engine.trials import (
+    INT8,
+    INT8_NAME,
+    PLAIN,
+    POWERSGD,
+    POWERSGD_NAME,
+    EndSteps,
+    attach,
+    in_turns,
+    known_times,
+)
+from tests.toy import make_ddp
 
-INT8 = {'type': 'int8', 'use_error_feedback': True}
-INT8_NAME = 'int8(use_error_feedback=True)'
-POWERSGD = {
-    'type': 'powersgd',
-    'min_compression_rate': 0.5,
-    'start_powerSGD_iter': 2,
-}
-POWERSGD_NAME = 'powersgd(min_compression_rate=0.5, start_powerSGD_iter=2)'
 SMALL = {'model_wrapper_cfg': {'type': 'SmallBuckets'}}
 
 
@@ -130,13 +136,18 @@ def straight_and_resumed(rank, work_dir, cases):
 
 RESUMED = {
     'int8': (auto('fp16', INT8), {INT8_NAME: 0.5}, 34, WIDE),
-    'powersgd': (auto(POWERSGD), {POWERSGD_NAME: 0.5}, 34, SMALL),
+    'powersgd, unused parameters': (
+        auto(POWERSGD),
+        {POWERSGD_NAME: 0.5},
+        34,
+        FEATURES['unused parameters'],
+    ),
     'plain': (auto('fp16'), {'fp16': 2.0}, 34, WIDE),
-    'function': (
+    'function, static graph': (
         auto('tests.user_hooks.returns_future'),
         {'user_hooks.returns_future': 0.5},
         34,
-        WIDE,
+        FEATURES['static graph'],
     ),
 }
 
@@ -241,6 +252,11 @@ def test_another_number_of_ranks_tries_anew(tmp_path):
         assert run['state']['step'] == 60
 
 
+# At the start, as each of two candidates begins to be compared, in the turn of
+# each hook, and after the choice.
+BURSTS = [1, 2, 9, 10, 14, 15, 19, 20, 21, 23, 25, 40, 44]
+
+
 class Bursts(Wide):
     """Its gradients are not finite in some iterations on one rank."""
 
@@ -252,7 +268,7 @@ class Bursts(Wide):
         losses = super().forward(x, mode)
         if mode == 'loss':
             self.calls += 1
-            if self.calls in (1, 2, 10, 11, 40, 44):
+            if self.calls in BURSTS and dist.get_rank() == 1:
                 losses['loss'] = losses['loss'] * float('inf')
         return losses
 
@@ -297,14 +313,20 @@ def train_scaled(rank, work_dir):
     not hasattr(torch.amp, 'GradScaler'), reason='torch 2.1 has no CPU scaler'
 )
 def test_loss_scaler_skips_the_same_steps_in_a_trial(tmp_path):
-    bursts = [1, 2, 10, 11, 40, 44]
+    compared = ['fp16_scaled'] * 5 + [INT8_NAME] * 5
+    turns = in_turns([PLAIN, 'fp16_scaled', INT8_NAME])
     for run, changed in run_ranks(train_scaled, tmp_path):
         skipped = [i + 2 for i, done in enumerate(changed) if not done]
-        assert [1, *skipped] == bursts
-        assert run['names'][-1] == INT8_NAME
+        assert [1, *skipped] == BURSTS
+        names = [PLAIN] * 8 + compared + turns
+        names += [INT8_NAME] * (50 - len(names))
+        assert run['names'] == names
+        assert 'left out: gradients' not in run['log']
         # Of the plain average nobody counts them, nor while it compares.
-        assert run['skipped'][-1] == 2
-        assert sorted(run['skipped']) == run['skipped']
+        noticed = [i for i in BURSTS if i > 18 and names[i - 1] != PLAIN]
+        assert run['skipped'] == [
+            sum(i <= done for i in noticed) for done in range(1, 51)
+        ]
 
 
 def train_with_features(rank, work_dir, names):
@@ -322,7 +344,11 @@ def train_with_features(rank, work_dir, names):
 
 
 def test_beside_other_features(tmp_path):
-    names = [name for name in FEATURES if name != 'mixed dtypes']
+    names = [
+        name
+        for name in FEATURES
+        if name != 'mixed dtypes' or gloo_reduces(torch.bfloat16)
+    ]
     first, second = run_ranks(
         train_with_features, tmp_path, names, timeout_s=180
     )
@@ -412,3 +438,113 @@ def test_what_the_log_says(tmp_path):
     assert not any(
         'exchange_ms' in line for line in first['no stats']['lines']
     )
+
+
+class Count(BaseMetric):
+    def process(self, data_batch, data_samples):
+        self.results += data_samples
+
+    def compute_metrics(self, results):
+        return {'seen': len(results)}
+
+
+def train_validated(rank, work_dir):
+    """With a validation after so many iterations, that take 100 of them."""
+    runs = {}
+    for interval in (1, 2, 3, 99):
+        loader = make_cfg(work_dir)['train_dataloader']
+        runs[interval] = train(
+            work_dir / str(interval),
+            auto('fp16', 'bf16'),
+            {'fp16': 0.5, 'bf16': 0.9},
+            42,
+            train_cfg={
+                'by_epoch': False,
+                'max_iters': 42,
+                'val_interval': interval,
+            },
+            val_dataloader=loader,
+            val_cfg={},
+            val_evaluator={'type': Count},
+            **make(WIDE),
+        )
+    return runs
+
+
+@pytest.mark.gloo_bf16
+def test_the_time_of_a_validation_counts_for_no_hook(tmp_path):
+    runs, other = run_ranks(train_validated, tmp_path, timeout_s=120)
+    (wanted,) = (
+        line.split('auto: ')[1] for line in trial_lines(runs[99]['log'])
+    )
+    assert wanted.startswith('fp16 is kept: 90% of a step waits')
+    for interval, run in runs.items():
+        assert run['names'] == other[interval]['names'] == runs[99]['names']
+        (line,) = trial_lines(run['log'])
+        assert line.endswith(wanted)
+        assert run['log'].count('seen: 16') == -(-42 // interval)
+
+
+def end_within_the_trial(rank, work_dir):
+    runs = []
+    for iters, resume in ((14, False), (20, True), (70, True)):
+        runs.append(
+            train(
+                work_dir,
+                auto(INT8),
+                {INT8_NAME: 0.5},
+                iters,
+                resume=resume,
+                **make(WIDE),
+            )
+        )
+    return runs
+
+
+def test_a_training_that_ends_within_the_trial(tmp_path):
+    runs, other = run_ranks(end_within_the_trial, tmp_path)
+    short, resumed, long = runs
+    for run, steps in ((short, 14), (resumed, 20)):
+        words = f'nothing is chosen, as the training ends after {steps} steps'
+        assert run['log'].count(words) == 1
+        assert run['state']['kept'] is None
+        assert run['state']['step'] == steps
+    # It begins anew each time.
+    assert resumed['names'] == other[1]['names'] == [PLAIN] * 6
+    assert long['names'][:9] == [PLAIN] * 8 + [INT8_NAME]
+    assert long['names'][-1] == other[2]['names'][-1] == INT8_NAME
+    assert 'ends after 70' not in long['log']
+
+
+class Vague:
+    """Does not say when it begins."""
+
+    start_iter = 'later'
+
+    def __call__(self, state, bucket):
+        raise AssertionError('called')
+
+
+def start_without_a_schedule(rank, work_dir):
+    vague = f'{__name__}.Vague'
+    for candidate, error, words in (
+        (LATE, ValueError, "start_powerSGD_iter='warmup_end', but .* no warm"),
+        (vague, RuntimeError, r"Vague begins at start_iter='later', no numb"),
+    ):
+        runner = make_runner(work_dir, auto('fp16', candidate), **make(WIDE))
+        with pytest.raises(error, match=words):
+            runner.train()
+        assert runner.iter == 0
+        assert runner.comm_hook.instance.step == 0
+        # Who has no runner hears it in the first step.
+        ddp = make_ddp(Wide())
+        attach(ddp, ['fp16', candidate])
+        loss = ddp(torch.ones(2, 12), mode='loss')['loss']
+        with pytest.raises(RuntimeError, match=r'on_train_start\(\) before'):
+            loss.backward()
+    return True
+
+
+def test_a_candidate_that_does_not_know_when_it_begins(tmp_path):
+    """Stops all ranks before the training."""
+    assert run_ranks(start_without_a_schedule, tmp_path) == [True] * 2

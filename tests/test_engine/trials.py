@@ -79,7 +79,7 @@ def known_times(seconds, times=WAITING):
 
 
 class EndSteps(Hook):
-    """Lets the clock go on after each iteration of a runner.
+    """Lets the clock go on in each iteration and validation of a runner.
 
     Attributes:
         names: Of the hooks whose turns the iterations were.
@@ -91,6 +91,9 @@ class EndSteps(Hook):
     def __init__(self, clock):
         self.clock = clock
         self.names, self.skipped = [], []
+
+    def before_val_epoch(self, runner):
+        self.clock.now_s += VALIDATION_S
 
     def after_train_iter(self, runner, batch_idx, *args, **kwargs):
         auto = runner.comm_hook.instance
@@ -137,6 +140,15 @@ def steps_of_trial(tried, compared=None):
     """
     compared = tried if compared is None else compared
     return BEFORE + COMPARED * compared + (1 + tried) * ROUNDS * (tried > 0)
+
+
+def in_turns(names):
+    """The names of the hooks that exchange the rounds."""
+    return [
+        names[(first + place) % len(names)]
+        for first in range(ROUNDS)
+        for place in range(len(names))
+    ]
 
 
 def plain_average(traces, step):

@@ -1,5 +1,6 @@
 """The hook that finds out which hook is the fastest, and leaves it to that."""
 
+import logging
 import weakref
 from collections.abc import Sequence
 from copy import deepcopy
@@ -89,14 +90,39 @@ class Auto(SeveralHooks):
         return self
 
     def on_train_start(self, training: Training) -> None:
-        """Say what is tried; tell the hooks."""
-        if self._kept is None:
-            names = [hook.label for hook in self._hooks.values()][1:]
+        """Say what is tried; tell the hooks.
+
+        Raises:
+            RuntimeError: If a candidate does not say when it begins.
+            Exception: What a hook raises that refuses the training.
+        """
+        names = [hook.label for hook in self._hooks.values()][1:]
+        if self._kept is None and names:
             log(
                 f'the first steps try {", ".join(names)} beside the plain '
                 'average'
             )
         super().on_train_start(training)
+        self._exact_steps()  # raises here rather than in the first step
+
+    def on_train_end(self) -> None:
+        """Say so if nothing is chosen."""
+        if self._kept is None:
+            log(
+                f'nothing is chosen, as the training ends after {self.step} '
+                'steps, within the trial; if it is resumed, it tries anew',
+                logging.WARNING,
+            )
+
+    def on_val_start(self) -> None:
+        """Leave the time of a validation out of the trial."""
+        if self._trial is not None:
+            self._trial.pause()
+
+    def on_val_end(self) -> None:
+        """Go on after it."""
+        if self._trial is not None:
+            self._trial.go_on()
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
         """Average a bucket, of shape (numel,), in place.
@@ -245,14 +271,7 @@ class Auto(SeveralHooks):
             Option(number, hook.label, self._byte_ratio(number))
             for number, hook in self._hooks.items()
         ]
-        # Before they compress, they are the plain average.
-        starts = [each.start_iter for each in self._having('start_iter')]
-        if not all(isinstance(start, int) for start in starts):
-            raise RuntimeError(
-                'a candidate begins at the end of the warm-up, which needs '
-                'the schedule: call on_train_start(), or give a number'
-            )
-        wait = max(starts, default=0) - self.step
+        wait = self._exact_steps() - self.step
         # Not a method: a model that is dropped ends without a collection.
         agree = partial(largest, self._ddp, self._device)
         steps = Trial(options, self._max_error, agree).steps(wait)

@@ -47,7 +47,8 @@ class RunningTrial:
         self._times: StepTimes | None = StepTimes(ddp, plain.hook, 1)
         self._is_read = True
         self.turn: Turn = next(steps)
-        self._began_s = self._clock()
+        self._step_s = 0.0
+        self.go_on()
 
     def compare(self, hook: CommHook, bucket: dist.GradBucket) -> Future:
         """Average a bucket plainly, and compare; see :class:`Comparison`."""
@@ -72,8 +73,9 @@ class RunningTrial:
         Returns:
             The choice, if the trial is over; otherwise ``turn`` is the next.
         """
+        self.pause()
         outcome = Outcome(
-            self._clock() - self._began_s,
+            self._step_s,
             self._take_times(),
             self._comparison.error() if self.turn.is_compared else None,
         )
@@ -84,8 +86,17 @@ class RunningTrial:
             return end.value
         if self.turn != PLAIN:
             self._stop_times()
-        self._began_s = self._clock()
+        self._step_s = 0.0
+        self.go_on()
         return None
+
+    def pause(self) -> None:
+        """Leave the time from now on out of the step."""
+        self._step_s += self._clock() - self._since_s
+
+    def go_on(self) -> None:
+        """Count the time again, after :meth:`pause`."""
+        self._since_s = self._clock()
 
     def _take_times(self) -> Times | None:
         self._is_read = False

@@ -146,6 +146,24 @@ class SeveralHooks:
             if hasattr(instance, 'close'):
                 instance.close()
 
+    def _exact_steps(self) -> int:
+        """Return for how many steps any of them is the plain average.
+
+        Raises:
+            RuntimeError: If one does not say it.
+        """
+        steps = 0
+        for hook in self._hooks.values():
+            start = getattr(hook.instance, 'start_iter', 0)
+            if not isinstance(start, int):
+                raise RuntimeError(
+                    f'{hook.label} begins at start_iter={start!r}, no number '
+                    'of steps; if that needs the schedule, call '
+                    'on_train_start() before the first step, or give a number'
+                )
+            steps = max(steps, start)
+        return steps
+
     def _byte_ratio(self, number: int) -> float:
         """Return how many times fewer bytes a hook sends than the plain one.
 

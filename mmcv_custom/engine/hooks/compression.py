@@ -26,7 +26,8 @@ class CompressionHook(Hook):
     It uses what the instance has of the methods of a
     :class:`mmcv_custom.compression.Compressor`: ``step_bytes``,
     ``memory_bytes``, ``on_train_start``, ``settle``, ``follow_loss_scale``,
-    and ``may_overflow`` with ``skipped_steps``.
+    and ``may_overflow`` with ``skipped_steps``; and, of one that tries hooks,
+    ``on_val_start``, ``on_val_end`` and ``on_train_end``.
     ``CommHookRunner`` registers it.
 
     Args:
@@ -75,10 +76,22 @@ class CompressionHook(Hook):
         if self._handles:
             self._skipped_before = self.instance.skipped_steps
 
+    def before_val(self, runner) -> None:
+        """Say that what follows is no step."""
+        if hasattr(self.instance, 'on_val_start'):
+            self.instance.on_val_start()
+
+    def after_val(self, runner) -> None:
+        """Say that it is over."""
+        if hasattr(self.instance, 'on_val_end'):
+            self.instance.on_val_end()
+
     def after_train(self, runner) -> None:
         """End the last step, and let go of the optimizers."""
         if hasattr(self.instance, 'settle'):
             self.instance.settle()
+        if hasattr(self.instance, 'on_train_end'):
+            self.instance.on_train_end()
         while self._handles:
             self._handles.pop().remove()
 
