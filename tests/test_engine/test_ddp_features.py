@@ -33,6 +33,8 @@ COMPRESSORS = {
     'fp16_scaled': ScaledFP16,
 }
 
+AUTO = {'type': 'auto', 'candidates': ['fp16_scaled', 'int8']}
+
 
 def compressed_toy(name):
     ddp = toy.make_ddp()
@@ -82,7 +84,7 @@ def train_on_seven(rank, work_dir, hook, train_cfg):
     return runner.iter
 
 
-@pytest.mark.parametrize('hook', ['fp16', POWERSGD, 'int8'], ids=str)
+@pytest.mark.parametrize('hook', ['fp16', POWERSGD, 'int8', AUTO], ids=str)
 @pytest.mark.parametrize(
     ('train_cfg', 'iterations'),
     [
@@ -178,10 +180,11 @@ def test_late_cast_is_refused(tmp_path):
 @pytest.mark.skipif(
     not hasattr(torch.amp, 'GradScaler'), reason='torch 2.1 has no CPU scaler'
 )
-@pytest.mark.parametrize('name', ['powersgd', 'int8', 'fp16_scaled'])
-def test_computing_in_bfloat16(tmp_path, name):
+@pytest.mark.parametrize(
+    'hook', [POWERSGD, 'int8', 'fp16_scaled', AUTO], ids=str
+)
+def test_computing_in_bfloat16(tmp_path, hook):
     """R37: AMP's precision and the exchange's are chosen apart."""
-    hook = POWERSGD if name == 'powersgd' else {'type': name}
     options = {
         'optim_wrapper': {
             'type': 'AmpOptimWrapper',
@@ -265,7 +268,7 @@ def train_with_zero(rank, work_dir, hook):
     return parameters
 
 
-@pytest.mark.parametrize('hook', ['fp16', POWERSGD], ids=str)
+@pytest.mark.parametrize('hook', ['fp16', POWERSGD, AUTO], ids=str)
 def test_zero_with_a_hook(tmp_path, hook):
     """R48: the same as the optimizer that is not sharded."""
     (zero_0, plain_0), (zero_1, _) = run_ranks(train_with_zero, tmp_path, hook)
