@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import logging
 import pickle
 import random
 import threading
@@ -12,12 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mmcv_custom.compression import Training
 from mmcv_custom.compression.groups import ENDS_GROUPS, end_groups
 from mmcv_custom.contract import adapt_hook
+from mmcv_custom.engine.auto import hook
 from tests import toy, user_hooks
 from tests.ranks import run_ranks
 from tests.test_compression.helpers import Leaves, average, count_groups, draw
 from tests.test_engine.trials import (
+    BEFORE,
     COMPARED,
     INT8,
     INT8_NAME,
@@ -568,3 +572,38 @@ def hand_over(rank):
 
 def test_a_state_without_tensors():
     run_ranks(hand_over)
+
+
+def choose_beside_a_slow_rank(rank):
+    slow = {'fp16': 0.95} if rank == 2 else {}
+    with known_times({'fp16': 0.5, 'int8': 0.7, **slow}) as clock:
+        ddp, auto = start(['fp16', 'int8'])
+        steps = exchange(rank, ddp, auto, clock, range(32))
+    auto.close()
+    return [step.name for step in steps]
+
+
+def test_what_is_slow_on_one_rank_is_slow_for_all():
+    first, *others = run_ranks(choose_beside_a_slow_rank, world_size=3)
+    assert others == [first] * 2
+    assert first[-1] == 'int8'
+
+
+def start_with_nothing_to_try(rank):
+    said = []
+    training = Training(10, None, logging.getLogger('nothing to try'))
+    with known_times({}) as clock, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hook, 'log', said.append)
+        ddp, auto = start([f'{HERE}.NotHere'])
+        auto.on_train_start(training)
+        exchange(rank, ddp, auto, clock, range(BEFORE + 1))
+    auto.close()
+    return said
+
+
+def test_nothing_is_said_to_be_tried_if_all_are_left_out():
+    for said in run_ranks(start_with_nothing_to_try):
+        assert said == [
+            'no hook is worth it, allreduce is kept: 90% of a step waits for '
+            'gradients; no candidate could make it 2% faster'
+        ]

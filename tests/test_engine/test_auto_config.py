@@ -2,17 +2,25 @@
 
 import argparse
 import copy
+from types import SimpleNamespace
 
 import pytest
+import torch
 from mmengine.config import Config, DictAction
 
 from mmcv_custom.compression import Int8
+from mmcv_custom.compression.topology import Topology
 from mmcv_custom.engine import (
     CommHookRunner,
     build_comm_hook,
     normalize_comm_hook,
 )
 from mmcv_custom.engine.auto.candidates import build_hooks
+from mmcv_custom.engine.auto.saved import (
+    choice_state,
+    setting_of,
+    what_differs,
+)
 from tests.ranks import run_ranks
 from tests.test_engine.toy_runner import BUILT, make_cfg, make_runner
 from tests.user_hooks import returns_future
@@ -182,3 +190,26 @@ def test_the_defaults():
         'keep_choice=True]'
     )
     assert normalize_comm_hook('auto') == {'type': 'auto'}
+
+
+def test_what_a_choice_was_made_for():
+    hooks = dict(enumerate(build_hooks(['fp16', 'int8'], None)))
+
+    def setting(dtype, *nodes):
+        model = torch.nn.Linear(2, 3).to(dtype)
+        ddp = SimpleNamespace(module=model, parameters_to_ignore=set())
+        return setting_of(ddp, Topology(nodes))
+
+    here = setting(torch.float32, (0, 1))
+    state = choice_state(2, hooks[2], here)
+    assert what_differs(state, hooks, setting(torch.float32, (0, 1))) == ''
+    for other in (
+        setting(torch.bfloat16, (0, 1)),
+        setting(torch.float32, (0,), (1,)),
+        setting(torch.float32, (0, 1, 2)),
+    ):
+        assert what_differs(state, hooks, other) == (
+            'model or machines are others'
+        )
+    del hooks[2]
+    assert 'int8[' in what_differs(state, hooks, here)

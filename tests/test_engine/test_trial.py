@@ -131,6 +131,8 @@ def test_an_error_that_is_too_large_is_never_seen_by_the_training():
     assert choice.option == HALF
     assert Turn(QUARTER) not in turns
     assert 'quarter is left out: gradients off by 1%' in choice.reason
+    exact = {HALF: 0.0, QUARTER: 1e-9}
+    assert go(always(SECONDS), max_error=0, errors=exact)[0].option == HALF
     choice, turns = go(always(SECONDS), errors=dict.fromkeys(ERRORS, math.inf))
     assert choice.option == PLAINLY
     assert {turn for turn in turns if not turn.is_compared} == {PLAIN}
