@@ -146,6 +146,11 @@ class Compressor(SampledFeedback, Exchange):
             self._convert_units(loss_scale / (self.loss_scale or math.inf))
             self.loss_scale = loss_scale
 
+    def forget_error(self) -> None:
+        """Empty the error memory: what was not sent came in another way."""
+        self.settle()
+        self._memory.scale('error', 0.0)
+
     def memory_bytes(self) -> int:
         """Estimate the memory of the state on this rank, in bytes."""
         # Two generations of the error memory.

@@ -285,8 +285,11 @@ class Auto(SeveralHooks):
             verdict = '' if choice.option else 'no hook is worth it, '
             log(f'{verdict}{self.in_turn.label} is kept: {choice.reason}')
             return
-        if trial.turn.is_compared and trial.turn.option != before.option:
-            instance = self._hooks[trial.turn.option].instance
-            if hasattr(instance, 'load_counters'):
-                # As if it had exchanged the steps before, which were exact.
-                instance.load_counters({'step': self.step})
+        if trial.turn.option == before.option:
+            return
+        if before.is_compared:
+            # The training got the plain average of those steps.
+            self._tell(before.option, 'forget_error')
+        if trial.turn.is_compared:
+            # As if it had exchanged the steps before, which were exact.
+            self._tell(trial.turn.option, 'load_counters', {'step': self.step})

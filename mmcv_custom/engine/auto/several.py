@@ -188,6 +188,12 @@ class SeveralHooks:
         for hook in self._hooks.values():
             yield from hook.sampled
 
+    def _tell(self, number: int, method: str, *args: Any) -> None:
+        """Call a method of the instance of a hook, if it has it."""
+        instance = self._hooks[number].instance
+        if hasattr(instance, method):
+            getattr(instance, method)(*args)
+
     def _having(self, name: str) -> Iterator[Any]:
         """Yield the instances that have an attribute."""
         for hook in self._hooks.values():
