@@ -139,6 +139,21 @@ def test_an_error_that_is_too_large_is_never_seen_by_the_training():
     assert 'half is left out: gradients not finite' in choice.reason
 
 
+@pytest.mark.parametrize('worst', [math.inf, 0.5])
+@pytest.mark.parametrize('place', range(3))
+def test_the_largest_error_counts(worst, place):
+    first = 9  # step in which it is compared
+
+    def error(step):
+        return worst if step == first + place else ERRORS[HALF]
+
+    choice, turns = go(always(SECONDS), errors={**ERRORS, HALF: error})
+    assert choice.option == QUARTER
+    assert turns.count(Turn(HALF, True)) == 3
+    assert Turn(HALF) not in turns
+    assert 'half is left out' in choice.reason
+
+
 def test_gradients_that_are_not_finite_tell_no_error():
     first = 14
 

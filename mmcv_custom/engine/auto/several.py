@@ -59,9 +59,9 @@ class SeveralHooks:
                 hook.instance.on_train_start(replace(training, logger=logger))
 
     def settle(self) -> bool:
-        """End the step; return whether all that noticed it is finite."""
+        """End the step; return False if one says that it is not finite."""
         results = [each.settle() for each in self._having('settle')]
-        return all(results)
+        return False not in results
 
     @property
     def follow_loss_scale(self) -> Callable[[float], None]:
@@ -167,11 +167,15 @@ class SeveralHooks:
     def _byte_ratio(self, number: int) -> float:
         """Return how many times fewer bytes a hook sends than the plain one.
 
-        Those that leave a machine, where there are several.
+        Those that leave a machine, where there are several. Infinitely many
+        if that is not known, so that it is tried.
         """
         plain, sent = self._step_bytes(0), self._step_bytes(number)
         if plain is None or sent is None:
             return math.inf
+        instance = self._hooks[number].instance
+        if getattr(instance, 'topology', self.topology) != self.topology:
+            return math.inf  # one was told of other machines
         whose = 'node' if plain.node else 'rank'
         raw, own = getattr(plain, whose), getattr(sent, whose)
         if not raw:  # a single rank

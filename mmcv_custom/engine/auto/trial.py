@@ -180,7 +180,7 @@ class Trial:
         return hopeful
 
     def _compare(self, option: Option) -> Generator[Turn, Outcome, float]:
-        """Find the error of a candidate."""
+        """Find the largest error of a candidate."""
         errors: list[float] = []
         for _ in range(_MOST_COMPARISONS):
             outcome = yield Turn(option.number, is_compared=True)
@@ -195,7 +195,7 @@ class Trial:
                 f'no step had finite gradients to try {option.name} on'
             )
             return math.inf
-        self._errors[option.number] = error
+        error = self._errors[option.number] = max(errors)
         if error > self._max_error:
             self._said.append(f'{option.name} is left out: {_off(error)}')
         return error
