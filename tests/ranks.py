@@ -37,8 +37,18 @@ class _Rank:
         with contextlib.suppress(OSError):
             self.pipe.send_bytes(message)
 
-    def is_alive(self):
-        return self._process.is_alive()
+    def has_died(self):
+        """Tell whether its end of the pipe is closed.
+
+        It is so at once, while the server may be late to notice a death.
+        What the process has still answered is lost.
+        """
+        try:
+            while self.pipe.poll():
+                self.pipe.recv_bytes()
+        except (EOFError, OSError):
+            return True
+        return False
 
     def exit_code(self):
         """Of a process that has ended."""
@@ -139,7 +149,7 @@ def _collect(ranks, deadline, folder):
             if failed:
                 # Perhaps because another one has died.
                 for other, process in enumerate(ranks):
-                    if not process.is_alive():
+                    if process.has_died():
                         raise _death(ranks, other)
                 raise AssertionError(f'rank {rank} failed:\n{value}')
             results[rank] = value
