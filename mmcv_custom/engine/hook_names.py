@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -22,6 +22,8 @@ __all__ = [
 
 # Of the config, at its top level.
 _KEYS = ('ddp_comm_hook', 'ddp_comm_stats')
+# What a base may have, for the command line to change.
+_UNSET = (None, {'type': 'none'})
 
 
 def normalize_name(
@@ -110,15 +112,20 @@ def _fold(name: str) -> str:
     return name.lower().replace('-', '_')
 
 
-def refuse_misspelt_key(cfg: Iterable[str]) -> None:
+def refuse_misspelt_key(cfg: Mapping[str, Any]) -> None:
     """Refuse a config with a key like ``ddp_com_hook``, which nothing reads.
+
+    Beside a key that is set, names like it are variables of the config file,
+    from which the key may have its value.
 
     Raises:
         ValueError: If there is one.
     """
     for key in _KEYS:
+        if cfg.get(key) not in _UNSET:
+            continue
         for name in difflib.get_close_matches(key, cfg, cutoff=0.8):
-            if name not in _KEYS:
+            if name not in _KEYS and cfg[name] not in _UNSET:
                 raise ValueError(
                     f'the config has a key {name!r}, which nothing reads: did '
                     f'you mean {key!r}?'

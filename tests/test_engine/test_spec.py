@@ -17,6 +17,7 @@ from mmcv_custom.engine import (
     build_comm_hook,
     normalize_comm_hook,
 )
+from mmcv_custom.engine.hook_names import refuse_misspelt_key
 from tests import user_hooks
 from tests.ranks import run_ranks
 from tests.test_engine.toy_runner import make_cfg
@@ -317,3 +318,32 @@ def test_class_without_a_signature():
     """torch's C++ classes have none; functools.partial is one at hand."""
     with pytest.raises(TypeError, match="'partial' takes at least one"):
         build_comm_hook('functools.partial')
+
+
+@pytest.mark.parametrize(
+    ('text', 'refused'),
+    [
+        ("comm_hook = dict(type='int8')\nddp_comm_hook = comm_hook", None),
+        ('comm_hook = None\nddp_comm_hook = comm_hook', None),
+        ("my_ddp_comm_hook = 'int8'\nddp_comm_hook = 'none'", None),
+        ('comm_stats = False\nddp_comm_stats = comm_stats', None),
+        ("comm_hook = 'int8'", "'comm_hook', .*'ddp_comm_hook'"),
+        (
+            "ddp_comm_hook = None\nddp_com_hook = 'int8'",
+            "'ddp_com_hook', .*'ddp_comm_hook'",
+        ),
+        (
+            "ddp_comm_hook = 'fp16'\nddp_com_stats = False",
+            "'ddp_com_stats', .*'ddp_comm_stats'",
+        ),
+    ],
+)
+def test_a_variable_of_a_config_is_no_misspelt_key(tmp_path, text, refused):
+    """It stays in the config, as MMEngine loads it."""
+    (tmp_path / 'config.py').write_text(text)
+    cfg = Config.fromfile(tmp_path / 'config.py')
+    if refused is None:
+        refuse_misspelt_key(cfg)
+    else:
+        with pytest.raises(ValueError, match=refused):
+            refuse_misspelt_key(cfg)
