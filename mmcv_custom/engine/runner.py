@@ -15,10 +15,10 @@ from torch import nn
 from ..files import without_trust
 from .changed_weights import forget_changed
 from .complete_weights import is_test, must_fill
+from .configured_hook import configured_hook
 from .cpu_group import init_cpu_group
 from .ddp_wrapper import attach_comm_hook
 from .effective_batch_size import log_effective_batch_size
-from .hook_names import refuse_misspelt_key
 from .hook_state import restore_from_checkpoint, save_beside_checkpoint
 from .hooks import CompressionHook, StateFoldersHook, WrappedModelHook
 from .hooks.exchange_cost import ExchangeCostHook, wants_stats
@@ -29,7 +29,7 @@ from .incompatible_options import (
 from .machines import lost_machine
 from .resumed_settings import overruled_settings, schedule_settings
 from .sharded import gathered_on_rank_0, refuse_overlap
-from .spec import CommHook, HookSpec
+from .spec import CommHook
 from .state_folders import StateFolders, local_folder
 from .weight_options import check_weight_options
 from .wrapper_options import takes_hook, wrapper_class, wrapper_options
@@ -61,7 +61,7 @@ class CommHookRunner(Runner):
 
     def setup_env(self, env_cfg: dict) -> None:
         """Check the key and start the process group, before all else."""
-        self._spec = self._parse_hook()
+        self._spec = configured_hook(self.cfg)
         self._logs_cost = wants_stats(self.cfg)
         # Built so early, as constructors check the knobs. What is built gets
         # its model and process group in wrap_model.
@@ -228,33 +228,6 @@ class CommHookRunner(Runner):
         check_weight_options(self, trains=False)
         self._log_ignored('a test exchanges no gradients')
         return super().test()
-
-    def _parse_hook(self) -> HookSpec | None:
-        """Parse the key, at the top level or in the options of our wrapper."""
-        refuse_misspelt_key(self.cfg)
-        options = self.cfg.get('model_wrapper_cfg')
-        spec = HookSpec.parse(self.cfg.get('ddp_comm_hook'))
-        holder = self.cfg
-        if options is not None and 'ddp_comm_hook' in options:
-            if spec is not None:
-                raise ValueError(
-                    'ddp_comm_hook is set twice: at the top level and in '
-                    'model_wrapper_cfg'
-                )
-            spec = HookSpec.parse(options['ddp_comm_hook'])
-            holder = options
-        if spec is None:
-            return None
-        if not isinstance(holder['ddp_comm_hook'], str):
-            # MMEngine dumps the config, which therefore has to hold names
-            # instead of classes and functions.
-            holder['ddp_comm_hook'] = spec.as_config()
-        if options is not None and not takes_hook(wrapper_class(options)):
-            raise ValueError(
-                'ddp_comm_hook needs a DistributedDataParallel, but '
-                f'model_wrapper_cfg.type is {options["type"]!r}'
-            )
-        return spec
 
     def _log_ignored(self, reason: str) -> None:
         if self._spec is not None:

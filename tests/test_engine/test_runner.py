@@ -342,6 +342,37 @@ def refuse(rank, work_dir, hook, options):
             'ValueError',
             "model_wrapper_cfg.type='NoSuch' is no model wrapper",
         ),
+        (
+            None,
+            {
+                'model_wrapper_cfg': {
+                    'type': 'MMDistributedDataParallel',
+                    'ddp_comm_hook': 'fp16',
+                }
+            },
+            'ValueError',
+            'model_wrapper_cfg has ddp_comm_hook, which '
+            'MMDistributedDataParallel does not take: write it at the top '
+            'level of the config, or give CommHookDistributedDataParallel as '
+            'its type',
+        ),
+        (  # no type is MMDistributedDataParallel, and None is an argument
+            None,
+            {'model_wrapper_cfg': {'ddp_comm_hook': None}},
+            'ValueError',
+            'which MMDistributedDataParallel does not take',
+        ),
+        (
+            None,
+            {
+                'model_wrapper_cfg': {
+                    'type': 'Sharded',
+                    'ddp_comm_hook': 'bf16',
+                }
+            },
+            'ValueError',
+            'Sharded does not take: give CommHookDistributedDataParallel',
+        ),
     ],
 )
 def test_bad_values_stop_every_rank_before_model_and_data(
@@ -565,3 +596,43 @@ def test_scaled_learning_rate_needs_no_notice(tmp_path):
     )
     assert 'accumulated = 4' in log
     assert 'is meant for' not in log
+
+
+@MODEL_WRAPPERS.register_module()
+class OwnKeyDDP(MMDistributedDataParallel):
+    """A user's own wrapper that takes an argument of the key's name."""
+
+    def __init__(self, *args, ddp_comm_hook, **kwargs):
+        super().__init__(*args, **kwargs)
+        if ddp_comm_hook == 'half, please':
+            self.register_comm_hook(None, fp16_compress_hook)
+
+
+@MODEL_WRAPPERS.register_module()
+class DerivedKeyDDP(OwnKeyDDP):
+    """Another, which hands it on."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+def train_own_keys(rank, work_dir):
+    return [
+        train(
+            rank,
+            work_dir / wrapper,
+            None,
+            {
+                'model_wrapper_cfg': {
+                    'type': wrapper,
+                    'ddp_comm_hook': 'half, please',
+                }
+            },
+        )['hook']
+        for wrapper in ('OwnKeyDDP', 'DerivedKeyDDP')
+    ]
+
+
+def test_a_wrappers_own_argument_is_left_to_it(tmp_path):
+    for hooks in run_ranks(train_own_keys, tmp_path):
+        assert hooks == ['fp16_compress_hook'] * 2
