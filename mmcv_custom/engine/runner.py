@@ -58,6 +58,7 @@ class CommHookRunner(Runner):
     """
 
     comm_hook: CommHook | None = None
+    _resumes_optimizer = False  # while a checkpoint is loaded
 
     def setup_env(self, env_cfg: dict) -> None:
         """Check the key and start the process group, before all else."""
@@ -169,13 +170,24 @@ class CommHookRunner(Runner):
             with must_fill(self.model, filename):
                 return super().load_checkpoint(filename, *args, **kwargs)
         checkpoint = super().load_checkpoint(filename, *args, **kwargs)
-        forget_changed(checkpoint, self.model, self.optim_wrapper)
+        if self._resumes_optimizer:
+            forget_changed(checkpoint, self.model, self.optim_wrapper)
         return checkpoint
 
-    def resume(self, filename: str, *args, **kwargs) -> None:
+    def resume(
+        self,
+        filename: str,
+        resume_optimizer: bool = True,
+        *args,
+        **kwargs,
+    ) -> None:
         """Resume from a checkpoint, and each rank's hook state with it."""
         settings = schedule_settings(self)
-        super().resume(filename, *args, **kwargs)
+        self._resumes_optimizer = resume_optimizer
+        try:
+            super().resume(filename, resume_optimizer, *args, **kwargs)
+        finally:
+            self._resumes_optimizer = False
         for message in overruled_settings(self, settings):
             self.logger.warning(message)
         filename = without_trust(filename)

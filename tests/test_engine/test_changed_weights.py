@@ -4,7 +4,7 @@ import pytest
 import torch
 from mmengine.optim import OptimWrapperDict
 
-from mmcv_custom.engine import CommHookRunner
+from mmcv_custom.engine import CommHookRunner, changed_weights
 from mmcv_custom.engine.changed_weights import forget_changed
 from tests.test_models.tiny import make_runner, segmentor_config
 
@@ -87,3 +87,26 @@ def test_of_several_optimizers(tmp_path):
     saved = checkpoint['optimizer']
     assert [len(saved[n]['state']) for n in 'ab'] == [1, 0]
     forget_changed(checkpoint, model, None)  # a test has none
+
+
+def test_only_what_an_optimizer_resumes_is_compared(tmp_path, monkeypatch):
+    """Loading weights alone, or with a new optimizer, forgets nothing."""
+    start(tmp_path, (28, 112), 2).train()
+    checkpoint = str(tmp_path / 'iter_2.pth')
+    compared = []
+    monkeypatch.setattr(
+        changed_weights, '_changed', lambda *_: compared.append(1) or {}
+    )
+    runner = start(tmp_path, (56, 56), 4, load_from=checkpoint)
+    runner.train()
+    assert set(steps_of(runner).values()) == {4}
+    with open(f'{runner.log_dir}/{runner.timestamp}.log') as file:
+        assert 'starts anew' not in file.read()
+    runner.resume(checkpoint, resume_optimizer=False)
+    runner.load_checkpoint(checkpoint)
+    assert not compared
+    runner.resume(checkpoint)
+    assert compared
+    compared.clear()
+    runner.load_checkpoint(checkpoint)
+    assert not compared
