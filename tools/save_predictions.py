@@ -64,9 +64,10 @@ class SavePredictions(Hook):
 
 def _name(img_path: str, dataset: Any) -> str:
     """The path of a picture below the data set's, ending in ``.png``."""
-    stem = os.path.splitext(img_path)[0]
-    folders = [*_picture_folders(dataset)]
-    root = os.path.commonpath(folders) if folders else os.curdir
+    # Absolute, as the folders of data sets may be given in both ways.
+    stem = os.path.abspath(os.path.splitext(img_path)[0])
+    folders = [*map(os.path.abspath, _picture_folders(dataset))]
+    root = os.path.commonpath(folders) if folders else os.getcwd()
     name = os.path.relpath(stem, root)
     if name.startswith(os.pardir):
         name = stem.lstrip(os.sep)  # at least of its own

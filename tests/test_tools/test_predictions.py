@@ -127,6 +127,46 @@ def test_data_set_of_several_folders(tmp_path):
     assert sorted(found) == ['else/a.png', 'x/img/a.png', 'y/img/a.png']
 
 
+def test_folders_given_in_different_ways(tmp_path, monkeypatch):
+    """Below the working directory and elsewhere, and on another storage."""
+    (tmp_path / 'work').mkdir()
+    monkeypatch.chdir(tmp_path / 'work')
+    folders = [
+        ('data/x/img', 'work/data/x/img'),
+        (f'{tmp_path}/y/img', 'y/img'),
+        ('../z/img', 'z/img'),
+    ]
+    parts = [
+        SimpleNamespace(data_prefix={'img_path': folder})
+        for folder, _ in folders
+    ]
+    labels = torch.zeros(1, 2, 2, dtype=torch.long)
+    for folder, _ in folders:
+        _save(
+            tmp_path / 'out',
+            labels,
+            f'{folder}/a.png',
+            dataset=SimpleNamespace(datasets=parts),
+        )
+    found = [p.relative_to(tmp_path / 'out') for p in _files(tmp_path / 'out')]
+    assert {str(p) for p in found} == {f'{name}/a.png' for _, name in folders}
+    _save(
+        tmp_path / 'url',
+        labels,
+        's3://bucket/img/sub/a.png',
+        data_prefix={'img_path': 's3://bucket/img'},
+    )
+    assert (tmp_path / 'url/sub/a.png').exists()
+    # Outside of all folders, and of the one where files are saved.
+    _save(tmp_path / 'none/deep/er', labels, '../else/a.png', data_prefix={})
+    outside = tmp_path / 'none/deep/er' / str(tmp_path)[1:] / 'else/a.png'
+    assert _files(tmp_path / 'none') == [outside]
+
+
+def _files(folder):
+    return sorted(folder.rglob('*.png'))
+
+
 @pytest.mark.e2e
 def test_a_metric_that_only_saves(folder):
     """As for a test set whose labels are somebody else's."""
