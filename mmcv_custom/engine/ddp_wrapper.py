@@ -12,9 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..contract import adapt_hook, hook_name
+from ..named_hook import opaque
 from ..parameters import ReducedParameters
 from .binding import bind_comm_hook, check_backend, unless_world
 from .spec import CommHook, build_comm_hook
+from .unattended import check_unattended
 
 __all__ = ['CommHookDistributedDataParallel', 'attach_comm_hook']
 
@@ -35,6 +37,10 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
     Its defaults are the options that MMEngine uses when no wrapper is
     configured: buffers are not broadcast. It notices parameters that are
     unfrozen, added or replaced after it was made.
+
+    A ``CommHookRunner`` registers the hook itself, and tells it of the
+    training. One that is given here learns only, in each forward pass, that
+    the step before is over.
 
     Args:
         module: The model to wrap.
@@ -63,6 +69,8 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
         comm_hook = build_comm_hook(
             ddp_comm_hook, unless_world(kwargs.get('process_group'))
         )
+        if comm_hook is not None:
+            check_unattended(comm_hook)
         if all(p.device.type == 'cpu' for p in module.parameters()):
             device_ids = None
         if not kwargs.keys() & set(_SYNC_OPTIONS):
@@ -80,7 +88,12 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
                 f'model, {", ".join(sorted(dtypes))} ({error}); use float32'
             ) from error
         self._reduced = ReducedParameters(self)
-        attach_comm_hook(self, comm_hook)
+        attached = attach_comm_hook(self, comm_hook)
+        self._settle = getattr(attached and attached.instance, 'settle', None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the hook out, which a copy does not have."""
+        return super().__getstate__() | {'_settle': None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Build the copy anew; as with torch's DDP, without its hook."""
@@ -98,6 +111,8 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
         """
         if torch.is_grad_enabled():
             self._reduced.check(self)
+            if self._settle is not None:
+                _end_step(self._settle)
         return super().forward(*args, **kwargs)
 
     def register_comm_hook(
@@ -120,6 +135,11 @@ class CommHookDistributedDataParallel(MMDistributedDataParallel):
         except TypeError as error:
             _refuse(self, error)
         super().register_comm_hook(state, hook)
+
+
+@opaque
+def _end_step(settle: Callable[[], Any]) -> None:
+    settle()
 
 
 def attach_comm_hook(
