@@ -34,6 +34,7 @@ from mmcv_custom.benchmark.cluster import Cluster
 from mmcv_custom.benchmark.hooks import DEFAULT_HOOKS, choose
 from mmcv_custom.benchmark.launching import (
     clean_exit,
+    end_with_launcher,
     run_emulated,
     run_local,
 )
@@ -78,7 +79,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.predict = [Cluster.parse(words) for words in args.predict]
         args.cfg = load_config(args.config) if args.config else None
         check_options(args)
-    except (ImportError, LinkError, OSError, TypeError, ValueError) as error:
+    except (
+        *(ImportError, OSError, SyntaxError, TypeError, ValueError),
+        LinkError,
+    ) as error:
         parser.error(str(error))
     return args
 
@@ -88,6 +92,7 @@ def _add_measurements(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         '--hooks',
         nargs='+',
+        action='extend',
         metavar='HOOK',
         help='names, or values with knobs as in a config,\n'
         '"dict(type=\'powersgd\', matrix_approximation_rank=4)";\n'
@@ -117,6 +122,7 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         '--rate',
         nargs='+',
+        action='extend',
         default=[],
         help='of the link of each emulated machine, such as 200mbit 1gbit',
     )
@@ -163,7 +169,9 @@ def launch(args: argparse.Namespace) -> int:
     try:
         with clean_exit():
             if args.rate:
-                return run_emulated(command, args.nodes, args.ranks_per_node)
+                return run_emulated(
+                    command, args.nodes, args.ranks_per_node, args.rate
+                )
             return run_local(command, args.ranks)
     except LinkError as error:
         sys.exit(str(error))
@@ -192,8 +200,8 @@ def work(args: argparse.Namespace) -> None:
         args.predict,
     )
     if is_first:
+        write_files(args, report)  # whoever reads the table may go away
         console.print(show(report))
-        write_files(args, report)
     dist.destroy_process_group()
 
 
@@ -208,8 +216,8 @@ def predict(args: argparse.Namespace) -> None:
     outlook = look_ahead(
         name, model, args.hooks, args.predict, args.step_ms / 1e3
     )
-    make_console().print(show_outlook(outlook))
     write_files(args, outlook)
+    make_console().print(show_outlook(outlook))
 
 
 def write_files(args: argparse.Namespace, result: Report | Outlook) -> None:
@@ -225,6 +233,7 @@ def start_process_group(args: argparse.Namespace) -> None:
     launcher = args.launcher or 'pytorch'
     options = {}
     if args.store:
+        end_with_launcher(args.store)
         options = {
             'init_method': f'file://{args.store}',
             'rank': int(os.environ['RANK']),
@@ -250,7 +259,10 @@ def main() -> int | None:
     """Measure as one of the ranks, or start them."""
     args = parse_args()
     if args.step_ms:
-        return predict(args)
+        try:
+            return predict(args)
+        except ValueError as error:
+            sys.exit(str(error))
     return work(args) if is_rank(args) else launch(args)
 
 

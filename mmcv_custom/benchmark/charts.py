@@ -1,5 +1,7 @@
 """A report as a picture."""
 
+import io
+import os
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -44,17 +46,44 @@ def check_files(json: str | None, chart: str | None) -> None:
         chart: The value of ``--chart``.
 
     Raises:
-        ValueError: For a folder that is not there, and a chart that cannot
-            be drawn.
+        ValueError: For a file that cannot be written, one for both, and a
+            chart that cannot be drawn.
     """
-    for option, path in (('json', json), ('chart', chart)):
-        if path and not Path(path).resolve().parent.is_dir():
-            raise ValueError(f'--{option} {path}: there is no such folder')
+    files = {'--json': json, '--chart': chart}
+    files = {key: path for key, path in files.items() if path is not None}
+    for option, path in files.items():
+        fault = _find_fault(Path(path).resolve())
+        if fault:
+            raise ValueError(f'{option} {path}: {fault}')
+    if len({Path(path).resolve() for path in files.values()}) < len(files):
+        raise ValueError(f'{" and ".join(files)} are the same file')
     formats = supported_formats()
-    if chart and Path(chart).suffix[1:] not in formats:
+    if chart and Path(chart).suffix[1:].lower() not in formats:
         raise ValueError(
             f'--chart {chart} must end with one of {", ".join(formats)}'
         )
+    if chart:
+        _try_format(chart)
+
+
+def _try_format(chart: str) -> None:
+    figure = Figure()
+    figure.suptitle('some text')
+    try:
+        figure.savefig(io.BytesIO(), format=Path(chart).suffix[1:])
+    except (OSError, RuntimeError) as error:  # of a program that it needs
+        raise ValueError(f'--chart {chart}: {error}') from error
+
+
+def _find_fault(file: Path) -> str:
+    """Say why a file cannot be written, if so."""
+    if not file.parent.is_dir():
+        return 'there is no such folder'
+    if file.is_dir():
+        return 'it is a folder'
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        return 'it cannot be written'
+    return ''
 
 
 def draw(result: Report | Outlook) -> Figure:

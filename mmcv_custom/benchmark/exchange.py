@@ -1,5 +1,6 @@
 """What a hook sends, and how far what arrives is from the mean."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -95,6 +96,8 @@ def relative_error(
     for tensor, wanted in zip(tensors, exact, strict=True):
         wrong += (wanted - tensor).square().sum().item()
         right += wanted.square().sum().item()
+    if not right:  # no gradient at all
+        return math.inf if wrong else 0.0
     return (wrong / right) ** 0.5
 
 

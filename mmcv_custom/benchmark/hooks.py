@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,8 +105,12 @@ def _parse(text: str) -> Choice:
     spec = HookSpec.parse(text if is_name else _read_dict(text))
     if spec is None:
         return Choice(PLAIN, None)
-    spec.build()  # whose constructor checks the knobs
     config = spec.as_config()
+    try:
+        spec.build()  # whose constructor checks the knobs
+        json.dumps(config)  # as reports have it
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f'the hook {text}: {error}') from error
     return Choice(label_of(config), config)
 
 

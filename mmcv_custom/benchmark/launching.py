@@ -2,20 +2,28 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
 
-from .links import DEVICE, machines
+from .links import DEVICE, Rate, machines
 
-__all__ = ['clean_exit', 'first_failure', 'run_emulated', 'run_local']
+__all__ = [
+    'clean_exit',
+    'end_with_launcher',
+    'first_failure',
+    'run_emulated',
+    'run_local',
+]
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
@@ -58,21 +66,27 @@ def run_local(command: list[str], ranks: int) -> int:
     return _run_ranks([[*command] for _ in range(ranks)], environments)
 
 
-def run_emulated(command: list[str], nodes: int, ranks_per_node: int) -> int:
+def run_emulated(
+    command: list[str],
+    nodes: int,
+    ranks_per_node: int,
+    rates: Iterable[Rate] = (),
+) -> int:
     """Run ranks on machines of their own; see :func:`links.machines`.
 
     Args:
         command: Of one rank; ``--store FILE`` is added.
         nodes: How many machines.
         ranks_per_node: How many ranks on each.
+        rates: That they will limit their links to.
 
     Returns:
         The exit code: 0, or 1 if a rank has failed.
 
     Raises:
-        LinkError: If the machines cannot be made.
+        LinkError: If the machines cannot be made, or a rate is refused.
     """
-    with machines(nodes) as names:
+    with machines(nodes, rates) as names:
         commands, environments = [], []
         for rank in range(nodes * ranks_per_node):
             node = rank // ranks_per_node
@@ -85,6 +99,23 @@ def run_emulated(command: list[str], nodes: int, ranks_per_node: int) -> int:
             # NCCL would leave the links out.
             environments.append({**environment, 'CUDA_VISIBLE_DEVICES': ''})
         return _run_ranks(commands, environments)
+
+
+def end_with_launcher(store: str) -> None:
+    """End this process, a rank, when the one that has started it ends.
+
+    That one ends its ranks itself, unless it is killed.
+
+    Args:
+        store: As it was passed; its folder is removed then.
+    """
+
+    def wait() -> None:
+        os.read(sys.stdin.fileno(), 1)  # nothing comes, but its end
+        shutil.rmtree(Path(store).parent, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _environment(
@@ -122,6 +153,7 @@ def _run_ranks(
             rank = subprocess.Popen(
                 [*command, '--store', str(folder / 'store')],
                 env=environments[number],
+                stdin=subprocess.PIPE,  # for end_with_launcher
                 stderr=said,
             )
             stack.callback(rank.wait)

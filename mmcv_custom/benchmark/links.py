@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,13 @@ _MAX_NODES = 254  # of one subnet
 # Small, as a step may send that much at once, whatever the rate; but not less
 # than the kernel's largest packets, which it would have to cut.
 BURST_BYTES = 128 * 2**10
+# Of a shell: when its input ends, remove the namespaces that are there.
+_REMOVE = """
+cat
+for name; do
+    [ ! -e "/run/netns/$name" ] || ip netns del "$name"
+done
+"""
 
 
 class LinkError(RuntimeError):
@@ -94,7 +101,7 @@ def check_rights(number: int) -> None:
 
 
 @contextlib.contextmanager
-def machines(number: int) -> Iterator[list[str]]:
+def machines(number: int, rates: Iterable[Rate] = ()) -> Iterator[list[str]]:
     """Make network namespaces, joined by a bridge in one of its own.
 
     Each has :data:`DEVICE`, its one link to the others. Its own address is
@@ -102,30 +109,26 @@ def machines(number: int) -> Iterator[list[str]]:
 
     Args:
         number: Of machines.
+        rates: That links will be limited to; tried now, on none of them.
 
     Yields:
-        Their names. All are gone afterwards, with what is in them.
+        Their names. All are gone afterwards, and if this process is killed.
 
     Raises:
-        LinkError: If the kernel refuses one, with what it says.
+        LinkError: If the kernel refuses one, or a rate, with what it says.
     """
     prefix = f'bench{os.getpid()}'
     names = [f'{prefix}-{node}' for node in range(number)]
     switch = f'{prefix}-switch'
-    with contextlib.ExitStack() as stack:
-        try:
-            for name in (switch, *names):
-                # Before it is there: a signal may come in between.
-                stack.callback(_remove, name)
-                _run(f'ip netns add {name}')
-            _run(f'ip -n {switch} link add bridge type bridge')
-            _run(f'ip -n {switch} link set bridge up')
-            for node, name in enumerate(names):
-                _plug_in(node, name, switch)
-        except subprocess.CalledProcessError as error:
-            raise LinkError(
-                f'no link: {" ".join(error.cmd)}: {error.stderr.strip()}'
-            ) from None
+    with _removed_at_the_end([switch, *names]):
+        for name in (switch, *names):
+            _run(f'ip netns add {name}')
+        _run(f'ip -n {switch} link add bridge type bridge')
+        _run(f'ip -n {switch} link set bridge up')
+        for node, name in enumerate(names):
+            _plug_in(node, name, switch)
+        for rate in rates:
+            limit(rate, switch, 'lo')
         yield names
 
 
@@ -134,17 +137,23 @@ def address(node: int) -> str:
     return f'10.9.0.{node + 1}'
 
 
-def limit(rate: Rate, machine: str | None = None) -> None:
+def limit(
+    rate: Rate, machine: str | None = None, device: str = DEVICE
+) -> None:
     """Limit what a machine sends, from now on.
 
     Args:
         rate: Of its link.
         machine: Its name; by default the one that this process is on.
+        device: Of the machine, to the others.
+
+    Raises:
+        LinkError: If the kernel refuses it, with what it says.
     """
     bits = f'{rate.bits_per_s:.0f}bit'
     how = f'tbf rate {bits} burst {BURST_BYTES}b latency 400ms'
     where = '' if machine is None else f'-n {machine} '
-    _run(f'tc {where}qdisc replace dev {DEVICE} root {how}')
+    _run(f'tc {where}qdisc replace dev {device} root {how}')
 
 
 def sent_bytes(device: str) -> int:
@@ -166,10 +175,22 @@ def _plug_in(node: int, name: str, switch: str) -> None:
     _run(f'ip -n {name} link set lo up')
 
 
-def _remove(name: str) -> None:
-    if Path('/run/netns', name).exists():
-        _run(f'ip netns del {name}')
+@contextlib.contextmanager
+def _removed_at_the_end(names: list[str]) -> Iterator[None]:
+    """Remove namespaces, those that are there, however this process ends."""
+    remover = subprocess.Popen(
+        ['sh', '-c', _REMOVE, 'sh', *names],
+        stdin=subprocess.PIPE,  # which ends with this process
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is not for it
+    )
+    try:
+        yield
+    finally:
+        remover.communicate()
 
 
 def _run(command: str) -> None:
-    subprocess.run(command.split(), check=True, capture_output=True, text=True)
+    result = subprocess.run(command.split(), capture_output=True, text=True)
+    if result.returncode:
+        raise LinkError(f'no link: {command}: {result.stderr.strip()}')

@@ -10,6 +10,9 @@ from .links import check_rights
 
 __all__ = ['check_options', 'is_rank']
 
+# Of each process, by srun; as MMEngine reads them.
+_SLURM = 'SLURM_NODELIST SLURM_PROCID SLURM_LOCALID SLURM_NTASKS'.split()
+
 
 def check_options(args: argparse.Namespace) -> None:
     """Check options that are parsed, and fill in what they leave open.
@@ -83,6 +86,7 @@ def _check_place(args: argparse.Namespace) -> None:
                 'under a launcher, machines and network are what they are: '
                 'leave out --rate, --ranks, --nodes and --ranks-per-node'
             )
+        _check_slurm(args.launcher)
     elif args.rate:
         if args.ranks:
             raise ValueError(
@@ -105,3 +109,12 @@ def _check_place(args: argparse.Namespace) -> None:
             raise ValueError(
                 f'--ranks {args.ranks}, but there are {gpus} GPUs'
             )
+
+
+def _check_slurm(launcher: str | None) -> None:
+    missing = [name for name in _SLURM if name not in os.environ]
+    if launcher == 'slurm' and missing:
+        raise ValueError(
+            f'--launcher slurm, but {", ".join(missing)} is not set: start '
+            'each process by srun'
+        )

@@ -85,14 +85,14 @@ def make_layers(
     # Of n x n + n parameters in each.
     width = max(1, round(math.sqrt(0.25 + params / LAYERS) - 0.5))
     torch.manual_seed(0)
-    layers = [nn.Linear(width, width) for _ in range(LAYERS)]
+    layers = [nn.Linear(width, width, device=device) for _ in range(LAYERS)]
     for layer in layers:  # with the default the gradients would vanish
         nn.init.kaiming_normal_(layer.weight, nonlinearity='relu')
     pairs = [nn.Sequential(layer, nn.ReLU()) for layer in layers]
     inputs = torch.randn(batch, width, generator=_generator(rank)).to(device)
     return Workload(
         f'{LAYERS} layers of {width} x {width}, batch {batch}',
-        nn.Sequential(*pairs).to(device),
+        nn.Sequential(*pairs),
         lambda model: model(inputs).square().mean(),
     )
 
@@ -105,11 +105,12 @@ def load_config(path: str) -> Config:
         Exception: Whatever reading the file raises.
     """
     cfg = Config.fromfile(path)
-    size = cfg.get('model', {}).get('data_preprocessor', {}).get('size')
-    if not size:
+    preprocessor = (cfg.get('model') or {}).get('data_preprocessor') or {}
+    size = preprocessor.get('size')
+    if not (isinstance(size, (list, tuple)) and len(size) == 2):
         raise ValueError(
-            f'{path} has no model.data_preprocessor.size, so the size of its '
-            'pictures is not known'
+            f'{path} has no model.data_preprocessor.size of (height, width), '
+            f'but {size!r}, so the size of its pictures is not known'
         )
     return cfg
 
@@ -124,11 +125,14 @@ def make_segmentor(
         batch: Pictures of a rank.
         rank: Each has pictures of its own.
         device: Of model and pictures.
+
+    Raises:
+        ValueError: If nothing of it is trained.
     """
     init_default_scope('mmseg')
     torch.manual_seed(0)
     # In eval mode nothing is random, so a step repeats the last one.
-    model = revert_sync_batchnorm(MODELS.build(cfg.model)).to(device).eval()
+    model = revert_sync_batchnorm(_build(cfg)).to(device).eval()
     height, width = cfg.model.data_preprocessor.size
     heads = cfg.model.decode_head
     classes = (heads[-1] if isinstance(heads, list) else heads).num_classes
@@ -156,10 +160,24 @@ def make_segmentor(
 
 
 def make_shapes(cfg: Config) -> nn.Module:
-    """Return the segmentor of a config on the meta device: shapes alone."""
+    """Return the segmentor of a config on the meta device: shapes alone.
+
+    Raises:
+        ValueError: If nothing of it is trained.
+    """
     init_default_scope('mmseg')
     with torch.device('meta'):
-        return MODELS.build(cfg.model)
+        return _build(cfg)
+
+
+def _build(cfg: Config) -> nn.Module:
+    model = MODELS.build(cfg.model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            f'{cfg.filename}: all parameters of the model are frozen, so '
+            'there are no gradients to exchange'
+        )
+    return model
 
 
 def _generator(rank: int) -> torch.Generator:

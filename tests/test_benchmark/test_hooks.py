@@ -84,3 +84,27 @@ def test_bad_hook(text, error, message):
 def test_hook_named_twice():
     with pytest.raises(ValueError, match='fp16 is named twice'):
         choose(['fp16', 'int8', 'fp16_compress_hook'])
+
+
+class Picky:
+    """A hook that does not take every knob."""
+
+    def __init__(self, knob=1):
+        if knob == 'absent':
+            raise OSError('there is no such file')
+
+    def __call__(self, state, bucket):
+        raise NotImplementedError
+
+
+def test_refused_knob_names_its_hook():
+    text = f"dict(type='{__name__}.Picky', knob='absent')"
+    with pytest.raises(ValueError, match=r'hook dict\(.*Picky.*: there is no'):
+        choose(['fp16', text])
+
+
+@pytest.mark.parametrize('knob', ['{1, 2}', "b'1'", '[1, 2j]'])
+def test_knob_that_no_report_can_have(knob):
+    text = f"dict(type='{__name__}.Picky', knob=dict(a={knob}))"
+    with pytest.raises(ValueError, match=r'Picky.* is not JSON serializable'):
+        choose([text])

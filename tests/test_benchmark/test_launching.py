@@ -16,6 +16,7 @@ from mmcv_custom.benchmark.links import (
     LinkError,
     Rate,
     check_rights,
+    limit,
     machines,
 )
 
@@ -90,6 +91,12 @@ import os, time
 os.write(1, f'{os.getpid()}\n'.encode())
 time.sleep(60)
 """
+# A rank that looks after its launcher.
+GUARDED_WAIT = f"""
+import sys
+from mmcv_custom.benchmark.launching import end_with_launcher
+end_with_launcher(sys.argv[-1])
+{WAIT}"""
 REPO = Path(__file__).parents[2]
 
 
@@ -239,3 +246,46 @@ def test_rights(monkeypatch):
     monkeypatch.setattr(os, 'geteuid', lambda: 1000)
     with pytest.raises(LinkError, match='need root'):
         check_rights(2)
+
+
+@needs_links
+def test_killed_launcher_leaves_nothing(tmp_path):
+    launcher = subprocess.Popen(
+        [sys.executable, '-c', RUN, GUARDED_WAIT],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, 'PYTHONPATH': str(REPO), 'TMPDIR': str(tmp_path)},
+    )
+    with launcher:
+        ranks = [int(launcher.stdout.readline()) for _ in range(4)]
+        assert len(_namespaces(launcher.pid)) == 3
+        launcher.kill()  # which it cannot catch
+    left = [
+        *(Path(f'/proc/{rank}') for rank in ranks),
+        *_namespaces(launcher.pid),
+        *tmp_path.iterdir(),
+    ]
+    assert len(left) >= 3
+    deadline = time.monotonic() + 30
+    while any(map(Path.exists, left)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [path for path in left if path.exists()]
+
+
+@needs_links
+def test_refused_rate():
+    too_much = Rate.parse('1e30gbit')
+    with pytest.raises(LinkError, match=r'no link: tc .* rate 1000000000000'):
+        with machines(2, [Rate.parse('1gbit'), too_much]):
+            raise AssertionError('not reached')
+    with machines(2, [Rate.parse('7mbit')]) as names:
+        queues = subprocess.run(
+            ['tc', '-n', names[0], 'qdisc'],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert '7Mbit' not in queues.stdout  # it was but tried
+        with pytest.raises(LinkError, match='no link: tc '):
+            limit(too_much, names[0])
+    assert not _namespaces(os.getpid())

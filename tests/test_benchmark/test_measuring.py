@@ -152,3 +152,9 @@ def test_hook_that_cannot_run_is_left_out():
     line = 'fp16 is left out: no 16 bits here'
     for result in run_ranks(_usable, fresh=True):
         assert result == (['none', 'int8'], [line])
+
+
+def test_error_where_there_is_no_gradient():
+    zero, one = torch.zeros(2), torch.ones(2)
+    assert relative_error([zero], [zero]) == 0
+    assert relative_error([one], [zero]) == float('inf')

@@ -2,11 +2,17 @@
 
 import dataclasses
 import io
+import os
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from mmcv_custom.benchmark.charts import draw, supported_formats
+from mmcv_custom.benchmark.charts import (
+    check_files,
+    draw,
+    supported_formats,
+)
 from mmcv_custom.benchmark.results import Outlook
 from mmcv_custom.benchmark.tables import show, show_outlook
 
@@ -170,3 +176,40 @@ def test_chart_has_a_panel_per_cluster():
     alone = Outlook({'workload': 'it'}, make_prediction())
     (axes,) = draw(alone).axes
     assert axes.get_title('left') == title
+
+
+def test_files_that_cannot_be_written(tmp_path, monkeypatch):
+    good, png = str(tmp_path / 'a.json'), str(tmp_path / 'a.png')
+    check_files(good, png)
+    check_files(None, str(tmp_path / 'a.PNG'))
+    for files, message in (
+        ((str(tmp_path), None), '--json .*: it is a folder'),
+        (('', None), '--json .*: it is a folder'),
+        ((None, f'{good}/a.png'), '--chart .*: there is no such folder'),
+        ((png, f'{tmp_path}/./a.png'), '--json and --chart are the same'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_files(*files)
+    assert not [*tmp_path.iterdir()]
+    Path(good).touch()
+    for refused in (good, tmp_path):  # the file; the folder of the other one
+        monkeypatch.setattr(
+            os,
+            'access',
+            lambda path, mode, refused=refused: str(path) != str(refused),
+        )
+        with pytest.raises(
+            ValueError, match=r'--\w+ .*: it cannot be written'
+        ):
+            check_files(good, png)
+
+
+def test_format_that_needs_what_is_not_there(tmp_path, monkeypatch):
+    def fail(self, *args, **kwargs):
+        raise RuntimeError('xelatex not found')
+
+    monkeypatch.setattr('matplotlib.figure.Figure.savefig', fail)
+    with pytest.raises(
+        ValueError, match=r'--chart .*a\.pgf: xelatex not found'
+    ):
+        check_files(None, str(tmp_path / 'a.pgf'))

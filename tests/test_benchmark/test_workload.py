@@ -9,6 +9,7 @@ from mmcv_custom.benchmark.workload import (
     load_config,
     make_layers,
     make_segmentor,
+    make_shapes,
 )
 from tests.test_tools.scripts import REPO
 
@@ -73,3 +74,31 @@ def test_config_without_a_size(tmp_path):
     Config({'model': {'type': 'A'}}).dump(path)
     with pytest.raises(ValueError, match=r'no model\.data_preprocessor\.size'):
         load_config(path)
+
+
+@pytest.mark.parametrize(
+    'model',
+    [None, {'data_preprocessor': None}, {'data_preprocessor': {'size': 56}}],
+)
+def test_config_with_another_size(model, tmp_path):
+    path = str(tmp_path / 'config.py')
+    Config({'model': model}).dump(path)
+    with pytest.raises(ValueError, match=r'no model\.data_preprocessor\.size'):
+        load_config(path)
+
+
+def test_nothing_is_trained(monkeypatch):
+    cfg = load_config(str(DEMO))
+    frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+    monkeypatch.setattr(
+        'mmcv_custom.benchmark.workload.MODELS.build', lambda cfg: frozen
+    )
+    for make in (make_shapes, lambda cfg: make_segmentor(cfg, 1, 0, CPU)):
+        with pytest.raises(ValueError, match=r'shapes.*parameters .* frozen'):
+            make(cfg)
+
+
+def test_shapes_of_layers_take_no_memory():
+    # More than any machine has.
+    workload = make_layers(1e15, 1, 0, torch.device('meta'))
+    assert workload.num_parameters == pytest.approx(1e15)

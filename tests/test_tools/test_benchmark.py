@@ -96,7 +96,10 @@ def test_config_and_layers(capsys):
     'launched', [['--launcher', 'slurm'], ['--hooks', 'fp16']]
 )
 def test_real_machines_are_what_they_are(launched, monkeypatch, capsys):
-    if '--launcher' not in launched:
+    if '--launcher' in launched:
+        for name in 'NODELIST PROCID LOCALID NTASKS'.split():
+            monkeypatch.setenv(f'SLURM_{name}', '0')
+    else:
         monkeypatch.setenv('RANK', '0')
     assert TOOL.is_rank(TOOL.parse_args(launched))
     for option in ('--rate 1gbit', '--nodes 2', '--ranks 2'):
@@ -326,3 +329,52 @@ def test_prediction_of_emulated_links(tmp_path):
     sent = 4 * PARAMETERS / (100e6 / 8)
     assert check['ratios']['none'] * hooks['none'] > sent
     assert '100mbit per node: steps off by at most ' in printed
+
+
+@needs_links
+def test_repeated_options_add_up():
+    args = TOOL.parse_args(
+        '--hooks fp16 --rate 1gbit --hooks int8 --rate 2gbit'.split()
+    )
+    assert [choice.label for choice in args.hooks] == ['none', 'fp16', 'int8']
+    assert [rate.name for rate in args.rate] == ['1gbit', '2gbit']
+
+
+def test_slurm_that_has_not_started_it(monkeypatch, capsys):
+    for name in 'NODELIST PROCID LOCALID'.split():
+        monkeypatch.setenv(f'SLURM_{name}', '0')
+    monkeypatch.delenv('SLURM_NTASKS', raising=False)
+    with pytest.raises(SystemExit):
+        TOOL.parse_args(['--launcher', 'slurm'])
+    error = capsys.readouterr().err
+    assert 'slurm, but SLURM_NTASKS is not set: start each' in error
+
+
+def test_config_with_a_fault_in_its_syntax(tmp_path, capsys):
+    (tmp_path / 'config.py').write_text('x = (')
+    with pytest.raises(SystemExit) as error:
+        TOOL.parse_args(['--config', str(tmp_path / 'config.py')])
+    assert error.value.code == 2
+    assert "error: '(' was never closed" in capsys.readouterr().err
+
+
+def test_files_are_written_before_the_table(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = f'--predict {CLUSTER} --step-ms 900 --params 1e6 --json a.json'
+    monkeypatch.setattr('sys.argv', ['benchmark', *options.split()])
+
+    def fail():
+        raise BrokenPipeError
+
+    monkeypatch.setattr(TOOL, 'make_console', fail)
+    with pytest.raises(BrokenPipeError):
+        TOOL.main()
+    assert json.loads((tmp_path / 'a.json').read_text())['prediction']
+
+
+@pytest.mark.e2e
+def test_reader_of_the_table_that_goes_away(tmp_path):
+    program = ['bash', '-c', '"$@" | head -1', 'bash', 'python']
+    printed, report = _benchmark(tmp_path, *_layers('fp16'), program=program)
+    assert 'measuring none, fp16' in printed
+    assert [cost['hook'] for cost in report['costs']] == ['none', 'fp16']
