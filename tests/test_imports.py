@@ -38,7 +38,8 @@ ALLOWED = {
         *('torch', 'mmengine', 'mmseg', 'rich', 'matplotlib'),
     },
     'trainings': {
-        *('benchmark', 'mmengine', 'matplotlib', 'rich', 'scipy'),
+        *('benchmark', 'engine', 'mmengine'),
+        *('matplotlib', 'rich', 'scipy'),
     },
     'datasets': {'numpy', 'cv2', 'mmcv', 'mmengine', 'mmseg'},
 }

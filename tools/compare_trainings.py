@@ -36,7 +36,11 @@ from mmcv_custom.trainings.checks import (
     check_seeds,
     read_settings,
 )
-from mmcv_custom.trainings.launching import TrainingError, train_all
+from mmcv_custom.trainings.launching import (
+    TrainingError,
+    locked,
+    train_all,
+)
 from mmcv_custom.trainings.plan import Comparison
 from mmcv_custom.trainings.results import Report
 from mmcv_custom.trainings.tables import show
@@ -82,6 +86,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--hooks',
         nargs='+',
+        action='extend',
         required=True,
         metavar='HOOK',
         help='names, or values with knobs as in a config,\n'
@@ -89,7 +94,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         'plain DDP, `none`, is always trained too',
     )
     parser.add_argument(
-        '--seeds', nargs='+', required=True, type=int, metavar='N'
+        '--seeds',
+        nargs='+',
+        action='extend',
+        required=True,
+        type=int,
+        metavar='N',
     )
     parser.add_argument('--work-dir', required=True, metavar='DIR')
     parser.add_argument(
@@ -165,18 +175,18 @@ def main() -> None:
     console = make_console()
     try:
         args.comparison.claim_folder()
-        with clean_exit():
+        with clean_exit(), locked(args.comparison.folder):
             trained = train_all(args.comparison, console.print)
         report = Report.of(args.comparison, trained)
     except (LinkError, OSError, TrainingError, ValueError) as error:
         sys.exit(str(error))
-    console.print()
-    console.print(show(report))
     if args.json:
         report.write_json(args.json)
     if args.chart:
         draw = draw_differences if args.rate is None else draw_times
         draw(report).savefig(args.chart, dpi=150)
+    console.print()
+    console.print(show(report))
 
 
 if __name__ == '__main__':

@@ -8,6 +8,7 @@ from mmengine.config import Config
 
 from ..benchmark.hooks import Choice
 from .plan import slug
+from .records import METRIC
 
 __all__ = ['check_hooks', 'check_options', 'check_seeds', 'read_settings']
 
@@ -20,7 +21,8 @@ def read_settings(cfg: Config) -> dict[str, Any]:
 
     Raises:
         ValueError: If its trainings do not count iterations, or do not
-            validate, or do not write down at which iteration.
+            validate, or not the metric that is compared, or do not write
+            down at which iteration.
     """
     train_cfg = cfg.get('train_cfg') or {}
     if 'max_iters' not in train_cfg:
@@ -33,6 +35,14 @@ def read_settings(cfg: Config) -> dict[str, Any]:
             f'{cfg.filename} has no val_cfg; trainings are compared by '
             'validations'
         )
+    first = train_cfg.get('val_begin', 1)
+    if first > train_cfg['max_iters']:
+        raise ValueError(
+            f'{cfg.filename} has train_cfg.val_begin={first}, but trains for '
+            f'{train_cfg["max_iters"]} iterations; trainings are compared by '
+            'validations'
+        )
+    _check_evaluator(cfg)
     hooks = cfg.get('default_hooks') or {}
     if (hooks.get('logger') or {}).get('log_metric_by_epoch', True):
         raise ValueError(
@@ -41,6 +51,20 @@ def read_settings(cfg: Config) -> dict[str, Any]:
         )
     settings = {k: v for k, v in cfg.to_dict().items() if k != 'work_dir'}
     return json.loads(json.dumps(settings, default=str))
+
+
+def _check_evaluator(cfg: Config) -> None:
+    evaluators = cfg.get('val_evaluator') or []
+    if not isinstance(evaluators, (list, tuple)):
+        evaluators = [evaluators]
+    metrics = [e.get('iou_metrics', [METRIC]) for e in evaluators]
+    # Another type may know it under a name of its own.
+    known = all(e.get('type') == 'IoUMetric' for e in evaluators)
+    if evaluators and known and not any(METRIC in m for m in metrics):
+        raise ValueError(
+            f'{cfg.filename} has a val_evaluator of {metrics[0]}; trainings '
+            f'are compared by {METRIC}'
+        )
 
 
 def check_options(options: Sequence[str]) -> None:

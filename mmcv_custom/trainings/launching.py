@@ -1,5 +1,6 @@
 """Train what a comparison lacks, one training after the other."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -11,9 +12,9 @@ from pathlib import Path
 from ..benchmark.launching import first_failure
 from ..benchmark.links import address, limit, machines
 from .plan import Comparison, Training
-from .records import METRIC, Record, read_record
+from .records import METRIC, Record, check_runs, read_record
 
-__all__ = ['TrainingError', 'train_all']
+__all__ = ['TrainingError', 'locked', 'train_all']
 
 _POLL_S = 0.1
 _PATIENCE_S = 60  # with a launcher that has to end its processes
@@ -23,6 +24,31 @@ _PORT = '29500'  # of a machine that has all its ports free
 
 class TrainingError(RuntimeError):
     """A training has failed, or has not written what is compared."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep others from training in a folder, which would mix up its files.
+
+    Launchers inherit the lock: it holds for those, too, that have outlived a
+    comparison that was killed.
+
+    Raises:
+        TrainingError: If somebody trains there.
+    """
+    with (folder / '.lock').open('w') as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TrainingError(
+                f'{folder}: another comparison, or a training that it has '
+                'left behind, is at work there; wait until it has ended, or '
+                'take another --work-dir'
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        os.set_inheritable(file.fileno(), True)
+        yield
 
 
 def train_all(
@@ -40,9 +66,12 @@ def train_all(
     Raises:
         TrainingError: If one fails, with its last lines.
         LinkError: If the machines cannot be made.
+        ValueError: If there is something else than these trainings.
     """
     records = []
     trainings = comparison.trainings()
+    for training in trainings:
+        check_runs(training)
     for number, training in enumerate(trainings, 1):
         which = f'{training.hook.label}, seed {training.seed}'
         record = read_record(training.folder, comparison.max_iters)
@@ -144,6 +173,7 @@ def _running(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            close_fds=False,  # none is inherited, but the lock
             # Ctrl-C is this process's alone: it ends the launcher, which
             # ends its processes.
             start_new_session=True,

@@ -1,6 +1,7 @@
 """Which trainings a comparison consists of, and where each one's files are."""
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,10 @@ class Comparison:
                 )
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        note.write_text(json.dumps(wanted, indent=2) + '\n')
+        # At once, or not at all: an interruption may come in between.
+        new = note.with_suffix(f'.{os.getpid()}')
+        new.write_text(json.dumps(wanted, indent=2) + '\n')
+        new.replace(note)
 
 
 def slug(hook: Choice) -> str:

@@ -7,7 +7,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-__all__ = ['METRIC', 'Record', 'read_record']
+from mmengine.config import Config
+
+from ..engine import normalize_comm_hook
+from .plan import Training
+
+__all__ = ['METRIC', 'Record', 'check_runs', 'read_record']
 
 METRIC = 'mIoU'
 _STAMP = '%Y/%m/%d %H:%M:%S'
@@ -33,6 +38,25 @@ class Record:
     metrics: list[float]
     minutes: list[float]
     sent_share: float | None
+
+
+def check_runs(training: Training) -> None:
+    """See that what is in a work directory is of that training.
+
+    Raises:
+        ValueError: If a run there had another hook or seed.
+    """
+    wanted = training.hook.config, training.seed
+    for path in sorted(training.folder.glob('*_*/vis_data/config.py')):
+        cfg = Config.fromfile(path, import_custom_modules=False)
+        hook = normalize_comm_hook(cfg.get('ddp_comm_hook'))
+        found = hook, (cfg.get('randomness') or {}).get('seed')
+        if found != wanted:
+            raise ValueError(
+                f'{path.parent.parent} is a run with ddp_comm_hook={found[0]} '
+                f'and seed {found[1]}, not {wanted[0]} and {wanted[1]}; take '
+                'another --work-dir'
+            )
 
 
 def read_record(folder: Path, max_iters: int) -> Record | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_benchmark.test_launching import needs_links
+from tests.test_trainings.samples import make_report
 
 from .scripts import DEMO, SMALL_DEMO, TOOLS, load_tool, run
 
@@ -223,3 +224,30 @@ def test_signal_leaves_nothing(number, options, tmp_path):
     while _processes_of(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not _processes_of(tmp_path)
+
+
+def test_repeated_options_add_up():
+    args = TOOL.parse_args(
+        _options('fp16', '--hooks', 'int8', '--seeds', '2', '1')
+    )
+    hooks = [hook.label for hook in args.comparison.hooks]
+    assert hooks == ['none', 'fp16', 'int8']
+    assert args.comparison.seeds == [0, 2, 1]
+
+
+def test_files_are_written_before_the_table(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = make_report()
+    monkeypatch.setattr(TOOL, 'train_all', lambda *args: [])
+    monkeypatch.setattr(TOOL.Report, 'of', lambda *args: report)
+    monkeypatch.setattr(
+        'sys.argv', ['compare', *_options('fp16', '--json', 'a.json')]
+    )
+
+    def fail(report):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(TOOL, 'show', fail)
+    with pytest.raises(BrokenPipeError):
+        TOOL.main()
+    assert json.loads((tmp_path / 'a.json').read_text())['seeds'] == [0, 1, 2]

@@ -3,6 +3,8 @@
 import json
 from datetime import datetime, timedelta
 
+from mmengine.config import Config
+
 START = datetime(2026, 11, 30, 15, 2, 11)
 
 
@@ -15,6 +17,7 @@ def write_run(
     seconds=30,
     raw_mib=4.0,
     sent_mib=(4.0, 1.0),
+    config=None,
 ):
     """Write the log and the scalars of a run.
 
@@ -26,6 +29,7 @@ def write_run(
         seconds: Between two validations.
         raw_mib: In each line of the training.
         sent_mib: The first line, and all others; None leaves both out.
+        config: Written, too, unless it is None.
 
     Returns:
         The run's own folder.
@@ -53,6 +57,8 @@ def write_run(
             '| triangle | 90.99 | 95.97 |',
             _line(done, f'Iter(val) [50/50]    aAcc: 98  mIoU: {metric}'),
         ]
+    if config is not None:
+        Config(config).dump(run / 'vis_data/config.py')
     lines = ''.join(json.dumps(line) + '\n' for line in scalars)
     (run / 'vis_data/scalars.json').write_text(lines)
     (run / f'vis_data/{name}.json').write_text(lines)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mmcv_custom.benchmark.links import Rate
-from mmcv_custom.trainings.launching import TrainingError, train_all
+from mmcv_custom.trainings.launching import TrainingError, locked, train_all
 from tests.test_benchmark.test_launching import needs_links
 
 from .runs import START, write_run
@@ -176,12 +176,12 @@ import sys
 from pathlib import Path
 from mmcv_custom.benchmark.launching import clean_exit
 from mmcv_custom.benchmark.links import Rate
-from mmcv_custom.trainings.launching import train_all
+from mmcv_custom.trainings.launching import locked, train_all
 from tests.test_trainings.samples import make_comparison
 
 rate = Rate.parse(sys.argv[2]) if sys.argv[2] else None
 folder = Path(sys.argv[1])
-with clean_exit():
+with clean_exit(), locked(folder):
     train_all(make_comparison(folder, script=folder / 'fake_train.py',
                               rate=rate), print)
 """
@@ -212,3 +212,51 @@ def test_signal_leaves_nothing(number, rate, tmp_path):
     assert not [*Path('/run/netns').glob(f'bench{tool.pid}-*')]
     for pid in pids:
         assert not Path(f'/proc/{pid}').exists()
+
+
+def test_folder_of_another_training_stops_all_at_once(tmp_path):
+    write_run(
+        tmp_path / 'work/fp16/seed2',
+        {40: 90.0},
+        config={'ddp_comm_hook': 'bf16', 'randomness': {'seed': 2}},
+    )
+    with pytest.raises(
+        ValueError, match=r"with ddp_comm_hook={'type': 'bf16'"
+    ):
+        _compare(tmp_path)
+    assert not _calls(tmp_path)
+
+
+def test_folder_has_one_comparison_at_a_time(tmp_path):
+    with locked(tmp_path):
+        with pytest.raises(TrainingError, match=f'^{tmp_path}: another comp'):
+            with locked(tmp_path):
+                raise AssertionError('not reached')
+    with locked(tmp_path):
+        pass
+
+
+def test_lock_outlives_a_comparison_that_was_killed(tmp_path):
+    _fake(tmp_path, WAIT)
+    tool = subprocess.Popen(
+        [sys.executable, '-c', COMPARE, str(tmp_path), ''],
+        env={**os.environ, 'PYTHONPATH': str(REPO)},
+    )
+    with tool:
+        pids = []
+        deadline = time.monotonic() + 60
+        while len(pids) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            files = tmp_path.glob('none/seed0/pids*')
+            pids = ' '.join(file.read_text() for file in files).split()
+        tool.kill()
+    launcher = int(pids[0])
+    with pytest.raises(TrainingError, match='has left behind'):
+        with locked(tmp_path):
+            raise AssertionError('not reached')
+    os.kill(launcher, signal.SIGTERM)
+    deadline = time.monotonic() + 60
+    while Path(f'/proc/{launcher}').exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with locked(tmp_path):
+        pass

@@ -188,6 +188,14 @@ GOOD = {
         ({'train_cfg': {'max_epochs': 2}}, 'has no train_cfg.max_iters'),
         ({'val_cfg': None}, 'has no val_cfg'),
         ({'default_hooks': {'logger': {}}}, 'log_metric_by_epoch=False'),
+        (
+            {'train_cfg': {'max_iters': 40, 'val_begin': 41}},
+            'val_begin=41, but trains for 40 iterations',
+        ),
+        (
+            {'val_evaluator': {'type': 'IoUMetric', 'iou_metrics': ['mDice']}},
+            r"has a val_evaluator of \['mDice'\]",
+        ),
     ],
 )
 def test_config_that_cannot_be_compared(changes, message):
@@ -202,3 +210,32 @@ def test_settings_are_what_a_file_holds():
         'sizes': [1, 2],
         'of': "<class 'int'>",
     }
+
+
+@pytest.mark.parametrize(
+    'evaluator',
+    [
+        {'type': 'IoUMetric'},
+        {'type': 'MyMetric'},
+        [
+            {'type': 'IoUMetric', 'iou_metrics': ['mDice']},
+            {'type': 'IoUMetric', 'iou_metrics': ['mDice', 'mIoU']},
+        ],
+    ],
+)
+def test_evaluator_that_may_know_the_metric(evaluator):
+    read_settings(Config({**GOOD, 'val_evaluator': evaluator}))
+
+
+def test_note_is_written_at_once_or_not_at_all(tmp_path, monkeypatch):
+    comparison = make_comparison(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr('pathlib.Path.replace', _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            comparison.claim_folder()
+    comparison.claim_folder()
+    comparison.claim_folder()
+
+
+def _interrupt(*args):
+    raise KeyboardInterrupt

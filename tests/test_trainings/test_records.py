@@ -1,12 +1,14 @@
 """What is read of a training's files."""
 
+import dataclasses
 from datetime import timedelta
 
 import pytest
 
-from mmcv_custom.trainings.records import Record, read_record
+from mmcv_custom.trainings.records import Record, check_runs, read_record
 
 from .runs import START, write_run
+from .samples import LABEL, make_comparison
 
 
 def test_complete_run(tmp_path):
@@ -63,3 +65,37 @@ def test_log_of_another_run(tmp_path):
     log.unlink()
     with pytest.raises(OSError, match=log.name):
         read_record(tmp_path, 40)
+
+
+def _training(folder):
+    return dataclasses.replace(
+        make_comparison(folder).trainings()[2], folder=folder
+    )
+
+
+def test_runs_of_a_training(tmp_path):
+    training = _training(tmp_path)
+    assert training.hook.label == LABEL
+    check_runs(training)  # there is none yet
+    hook = {'type': 'int8', 'use_error_feedback': True}
+    write_run(tmp_path, {20: 70.5}, config=_config(hook, 0))
+    check_runs(training)
+
+
+@pytest.mark.parametrize(
+    ('hook', 'seed', 'found'),
+    [
+        ('fp16', 0, r"ddp_comm_hook={'type': 'fp16'} and seed 0, not {'type'"),
+        ({'type': 'int8', 'use_error_feedback': True}, 1, 'and seed 1, not'),
+        (None, None, 'ddp_comm_hook=None and seed None, not'),
+    ],
+)
+def test_run_of_another_training(hook, seed, found, tmp_path):
+    run = write_run(tmp_path, {20: 70.5}, config=_config(hook, seed))
+    with pytest.raises(ValueError, match=f'{run} is a run with .*{found}'):
+        check_runs(_training(tmp_path))
+
+
+def _config(hook, seed):
+    randomness = {} if seed is None else {'seed': seed}
+    return {'ddp_comm_hook': hook, 'randomness': randomness}
