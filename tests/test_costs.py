@@ -155,3 +155,56 @@ def test_steps_are_ordered():
         assert likely < serial + ROUNDING
         # Whatever it is like, the link cannot cost more than its own time.
         assert serial < 1.0 + local_s + wire_s + ROUNDING
+
+
+@pytest.mark.parametrize('size', SIZES)
+@pytest.mark.parametrize('operation', ['all_reduce', 'all_gather'])
+def test_seconds_of_a_ring_are_those_of_its_messages(operation, size):
+    """Each rank sends on, in its turn, what it has got."""
+    latency_s, bytes_per_s, nbytes = 0.5, 50.0, 28 * size
+    formula, part = {
+        'all_reduce': (costs.all_reduce_bytes, nbytes / size),
+        'all_gather': (costs.all_gather_bytes, nbytes),
+    }[operation]
+    done = [0.0] * size
+    for _ in range(costs.messages(operation, size)):
+        sent = [start + latency_s + part / bytes_per_s for start in done]
+        done = [max(sent[rank], sent[rank - 1]) for rank in range(size)]
+    assert max(done) == pytest.approx(
+        costs.transfer_s(
+            costs.messages(operation, size),
+            latency_s,
+            formula(nbytes, size),
+            bytes_per_s,
+        )
+    )
+
+
+def replay_serially(no_op_s, first_s, local_s, wire_s, buckets):
+    """Return when the last bucket is through if all wait for each other.
+
+    What a bucket needs of the ranks delays all that comes after it, and the
+    link begins with a bucket when the one before has been through.
+    """
+    distance = (no_op_s - first_s) / max(1, buckets - 1)
+    free = delay = 0.0
+    for number in range(buckets):
+        delay += local_s / buckets
+        free = max(free, first_s + number * distance + delay)
+        free += wire_s / buckets
+    return free
+
+
+@pytest.mark.parametrize('buckets', [1, 2, 5, 40])
+@pytest.mark.parametrize('wire_s', [0.0, 0.1, 0.7, 1.0, 5.0])
+@pytest.mark.parametrize('local_s', [0.0, 0.5, 2.0])
+def test_serial_step_is_an_upper_bound(local_s, wire_s, buckets):
+    no_op_s, first_s = 1.0, 0.25 if buckets > 1 else 1.0
+    shape = no_op_s, first_s, local_s, wire_s
+    bound = costs.serial_step_s(*shape, 1 / buckets)
+    found = replay_serially(*shape, buckets)
+    assert found <= bound + ROUNDING
+    # One bucket's part of what the ranks do may go on beside the link.
+    assert bound <= found + local_s + ROUNDING
+    if buckets == 1:
+        assert found == pytest.approx(bound)

@@ -273,3 +273,19 @@ def test_messages_of_an_average_bucket():
     assert loads['none'].messages == ring
     # To 3 ranks of the node, from one node to the other and back, and to 3.
     assert loads['int8'].messages == 0.75 * (3 + 1 + 1 + 3) + 0.25 * ring
+
+
+def test_more_nodes_are_never_faster():
+    words = 'ranks_per_node=2', 'rate=1gbit'
+    steps = [
+        [
+            (f.low_s, f.step_s, f.high_s)
+            for f in _predict(f'nodes={nodes}', *words)
+        ]
+        for nodes in (2, 3, 8, 64, 2048)
+    ]
+    for few, many in itertools.pairwise(steps):
+        for less, more in zip(few, many, strict=True):
+            assert all(a <= b for a, b in zip(less, more, strict=True))
+            assert more == tuple(sorted(more))
+    assert steps[0][0][2] < steps[-1][0][2]
