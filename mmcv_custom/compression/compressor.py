@@ -192,7 +192,10 @@ class Compressor(SampledFeedback, Exchange):
         self._memory.settle(True)
 
     def load_counters(self, state: dict[str, Any]) -> None:
-        """Take over the counters of any compressor; forget the tensors."""
+        """Take over the counters of any compressor; forget the tensors.
+
+        Those that the state lacks stay as they are.
+        """
         for name in self._counters:
             if name in state:
                 setattr(self, name, copy(state[name]))

@@ -235,7 +235,10 @@ def _counters_of(
 
 
 def _start_empty(instance: Any, counters: dict[str, Any] | None) -> None:
-    """Forget what is remembered; go on counting where any rank knows how."""
+    """Forget what is remembered; go on counting where any rank knows how.
+
+    Otherwise the instance gets an empty dict, and begins anew.
+    """
     found = [each for each in all_gather_object(counters) if each]
     if hasattr(instance, 'load_counters'):
         instance.load_counters(found[0] if found else {})

@@ -8,6 +8,15 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.test_engine.test_hook_state import assert_equal, train
+from tests.test_engine.trials import (
+    BEFORE,
+    COMPARED,
+    ROUNDS,
+    exchange,
+    known_times,
+    start,
+    steps_of_trial,
+)
 from tests.toy import make_ddp, reference_gradients, train_step
 
 from .pages import blocks
@@ -77,3 +86,30 @@ def register_with_plain_ddp(rank, folder, text):
 @pytest.mark.parametrize('block', blocks('plain DDP'), ids=str)
 def test_plain_ddp(block, folder):
     run_ranks(register_with_plain_ddp, folder, block.text)
+
+
+def begin_anew(rank, folder):
+    """A class with counters, with nobody's part; and as a candidate."""
+    sys.path.insert(0, str(folder))
+    late = {'type': 'late_fp16.LateFP16', 'exact_steps': 1}
+    train(rank, folder / 'lost', late, 2)
+    (folder / f'lost/iter_2.pth.comm_hook/rank{rank}.pth').unlink()
+    _, state, log = train(rank, folder / 'lost', late, 4, resume=True)
+    assert 'not restored, its memory starts empty' in log
+    assert state == {'step': 2}
+
+    label = 'late_fp16.LateFP16(exact_steps=1)'
+    with known_times({label: 0.5}) as clock:
+        ddp, auto = start([late])
+        auto.load_counters({'step': 5})  # the candidate gets none of it
+        trial, after = steps_of_trial(1), 4
+        steps = exchange(rank, ddp, auto, clock, range(trial + after))
+    assert auto.in_turn.label == steps[-1].name == label
+    assert auto.step == 5 + trial + after
+    # It goes on from where it is tried, and counts its own steps.
+    tried = 5 + BEFORE + COMPARED + ROUNDS + after
+    assert auto.in_turn.instance.step == tried
+
+
+def test_a_class_begins_anew_without_its_state(folder):
+    run_ranks(begin_anew, folder)
