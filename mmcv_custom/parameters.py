@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .contract import opaque
 from .names import plain_name
 
-__all__ = ['ReducedParameters', 'reduced_parameters']
+__all__ = ['ReducedParameters', 'reduced_parameters', 'unreduced_names']
 
 
 def reduced_parameters(
@@ -31,6 +31,12 @@ def reduced_parameters(
             if parameter.requires_grad and name not in ignored:
                 names.setdefault(parameter, plain_name(name.lstrip('.')))
     return {name: parameter for parameter, name in names.items()}
+
+
+def unreduced_names(ddp: DistributedDataParallel) -> set[str]:
+    """Return the plain names of the model's other parameters."""
+    named = ddp.module.named_parameters(remove_duplicate=False)
+    return {plain_name(n) for n, _ in named} - reduced_parameters(ddp).keys()
 
 
 class ReducedParameters:

@@ -5,7 +5,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mmcv_custom.parameters import ReducedParameters, reduced_parameters
+from mmcv_custom.parameters import (
+    ReducedParameters,
+    reduced_parameters,
+    unreduced_names,
+)
 from tests.ranks import run_ranks
 
 
@@ -47,6 +51,10 @@ def compare_with_torch(rank):
             strict=True,
         ):
             assert ours is torchs
+        assert unreduced_names(ddp) == {
+            *('frozen.weight', 'frozen.bias', 'left.weight', 'left.bias'),
+            *('shared.weight', 'shared.bias'),
+        }
 
 
 def test_parameters_are_those_that_ddp_reduces():

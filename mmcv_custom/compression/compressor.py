@@ -2,16 +2,16 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..contract import Future
+from ..parameters import unreduced_names
 from .collective import (
     Collective,
     Traffic,
@@ -20,11 +20,9 @@ from .collective import (
     sum_traffic,
 )
 from .exchange import Exchange
-from .feedback import SampledFeedback
+from .feedback import ErrorFeedback
 from .gradient import (
     Gradient,
-    float32_like,
-    in_memory_order,
     is_compressible,
     magnitude,
     narrowed,
@@ -36,8 +34,10 @@ from .topology import Topology
 
 __all__ = ['Compressor']
 
+_Value = TypeVar('_Value')
 
-class Compressor(SampledFeedback, Exchange):
+
+class Compressor(ErrorFeedback, Exchange):
     """An exchange that may lose something, and may keep a state.
 
     What it keeps is kept by parameter name, because DDP re-lays its buckets,
@@ -53,7 +53,6 @@ class Compressor(SampledFeedback, Exchange):
     """
 
     may_overflow = False  # whether finite gradients may come out as Inf
-    _feedback = False  # whether there is an error memory
     # The attributes that are saved beside the tensors.
     _counters: tuple[str, ...] = ('step', 'skipped_steps', 'loss_scale')
 
@@ -68,6 +67,7 @@ class Compressor(SampledFeedback, Exchange):
         self.loss_scale = 1.0
         self._memory = StepMemory()
         self._some_unused = False
+        self._unreduced: set[str] = set()  # other parameters of the model
         self._record = StepRecord()
 
     def bind(self, ddp: DistributedDataParallel) -> 'Compressor':
@@ -77,17 +77,17 @@ class Compressor(SampledFeedback, Exchange):
             ValueError: If that is of another model.
         """
         super().bind(ddp)
-        if self._memory.state_dict():
-            try:
-                self.load_state_dict(self.state_dict())
-            except ValueError:
-                self.close()
-                self._group = self._pipeline = None
-                raise
+        try:
+            self.load_state_dict(self.state_dict())
+        except ValueError:
+            self.close()
+            self._group = self._pipeline = None
+            raise
         return self
 
     def _prepare(self, ddp: DistributedDataParallel) -> None:
         self._some_unused = ddp.find_unused_parameters or ddp.static_graph
+        self._unreduced = unreduced_names(ddp)
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
         """As in the base class; ends the step before, if nobody has."""
@@ -172,6 +172,8 @@ class Compressor(SampledFeedback, Exchange):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of the same rank and world size; it is copied.
 
+        What it has of parameters that are frozen now is left out.
+
         Raises:
             ValueError: If it belongs to another compressor or model. Nothing
                 is changed then.
@@ -184,7 +186,7 @@ class Compressor(SampledFeedback, Exchange):
         adopted = {
             (kind, name): self._adopt(kind, name, tensor)
             for kind, named in state['tensors'].items()
-            for name, tensor in named.items()
+            for name, tensor in self._of_model(named).items()
         }
         self.load_counters(state)
         for (kind, name), tensor in adopted.items():
@@ -252,45 +254,23 @@ class Compressor(SampledFeedback, Exchange):
     def _convert_units(self, factor: float) -> None:
         self._memory.scale('error', factor)
 
-    def _with_error(self, gradient: Gradient) -> torch.Tensor:
-        """Return gradient plus error memory, (numel,) float32, to work on.
+    def _of_model(self, named: Mapping[str, _Value]) -> dict[str, _Value]:
+        """Return what is of parameters that are exchanged.
 
-        With feedback it is the next step's error memory: what the method
-        sends has to be subtracted from it.
+        Raises:
+            ValueError: If something is of a parameter that the model has not.
         """
-        if not self._feedback:
-            return gradient.flat.to(torch.float32, copy=True)
-        self._note(gradient.flat)
-        error = self._memory.get('error', gradient.name)
-        make = partial(self._error_like, gradient.name)
-        work = in_memory_order(
-            self._memory.write('error', gradient.name, make)
-        )
-        if error is None:
-            return work.copy_(gradient.flat)
-        return torch.add(gradient.flat, in_memory_order(error), out=work)
-
-    def _error_like(self, name: str) -> torch.Tensor:
-        """Return an empty tensor for the error memory of a parameter."""
-        return float32_like(self._parameters[name])
-
-    def _used(self, gradient: Gradient) -> torch.Tensor | None:
-        """Return a factor of what a gradient sends: 0 or 1; None is 1.
-
-        DDP gives no gradient to a parameter that no rank has used, whatever
-        was sent for it: its error memory has to stay where it is.
-        """
-        needed = self._some_unused and self._feedback
-        if not needed or not gradient.flat.numel():
-            return None
-        return magnitude(gradient.flat) != 0
+        strange = named.keys() - self._parameters.keys() - self._unreduced
+        if strange:
+            raise ValueError(
+                f'the state is of another model: {min(strange)!r}'
+            )
+        return {n: v for n, v in named.items() if n in self._parameters}
 
     def _adopt(
         self, kind: str, name: str, tensor: torch.Tensor
     ) -> torch.Tensor:
         """Copy a loaded tensor to the device, in the parameter's layout."""
-        if name not in self._parameters:
-            raise ValueError(f'the state is of another model: {name!r}')
         if kind != 'error':
             return tensor.to(self._parameters[name].device, copy=True)
         memory = self._error_like(name)

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from .collective import Collective, Traffic, all_reduce, sum_traffic
 from .compressor import Compressor
-from .gradient import Gradient, chunks, magnitude
+from .gradient import Gradient, chunks, is_compressible, magnitude
 from .nodes import NODE_STAGES, reduce_by_nodes
 from .topology import Topology
 
@@ -57,6 +58,22 @@ class ScaledFP16(Compressor):
         super().__init__(node_aware, ranks_per_node)
         self.overflows = 0
         self.magnitudes: dict[str, float] = {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As in the base class."""
+        self._of_model(state.get('magnitudes', {}))
+        super().load_state_dict(state)
+
+    def load_counters(self, state: dict[str, Any]) -> None:
+        """As in the base class."""
+        super().load_counters(state)
+        # Those of others would not change any more, and set all scales.
+        wide = [n for n, p in self._parameters.items() if is_compressible(p)]
+        self.magnitudes = {
+            name: self.magnitudes[name]
+            for name in wide
+            if name in self.magnitudes
+        }
 
     def probes(self, size: int, device: torch.device) -> list[Collective]:
         """As in the base class."""

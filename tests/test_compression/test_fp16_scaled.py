@@ -167,3 +167,62 @@ def test_history_is_kept_by_parameter():
     for names, dtypes in run_ranks(resumed):
         assert names == sorted(SHAPES)
         assert set(dtypes) == {torch.float16}
+
+
+def go_on_with_a_part(rank):
+    """A state of two parameters, of which the larger one is frozen then."""
+    shapes = {'large': (1000,), 'small': (1000,)}
+    local = draw(rank, 0, shapes.values())
+    local = [1e3 * local[0], 1e-5 * local[1]]
+    compressor = ScaledFP16()
+    ddp = start(compressor, Leaves(shapes))
+    average(ddp, local)
+    state = copy.deepcopy(compressor.state_dict())
+    assert sorted(state['magnitudes']) == ['large', 'small']
+    strange = {**state, 'magnitudes': {'nothing.here': 1e30}}
+
+    means = []
+    for take in (None, 'load_state_dict', 'load_counters'):
+        model = Leaves(shapes)
+        model.large.requires_grad_(False)
+        other = ScaledFP16()
+        ddp = start(other, model)
+        before = copy.deepcopy(other.state_dict())
+        with pytest.raises(ValueError, match=r"model: 'nothing\.here'"):
+            other.load_state_dict(strange)
+        assert other.state_dict() == before
+        other.load_counters(strange)
+        assert other.magnitudes == {}
+        if take is not None:
+            getattr(other, take)(state)
+            assert other.magnitudes == {'small': state['magnitudes']['small']}
+        for _ in range(2):
+            ddp.zero_grad()
+            with record_collectives() as calls:
+                ddp(local).backward()
+        assert {call.dtype for call in calls} == {torch.float16}
+        means.append(ddp.module.small.grad)
+    return means, local[1]
+
+
+def test_scales_are_those_of_the_model():
+    """What it has no more neither sets a scale nor ends the compression."""
+    results = run_ranks(go_on_with_a_part)
+    exact = sum(local.double() for _, local in results) / 2
+    top = max(local.abs().max() for _, local in results)
+    for means, _ in results:
+        fresh = means[0]
+        assert 0 < (fresh - exact).abs().max() <= 2 * HALF * top
+        for mean in means[1:]:
+            assert torch.equal(mean, fresh)
+
+
+def bind_a_copy_to_another_model(rank):
+    compressor = ScaledFP16()
+    average(start(compressor, Leaves({'w': (20,)})), [torch.ones(20)])
+    with pytest.raises(ValueError, match="of another model: 'w'"):
+        start(copy.copy(compressor), Leaves({'v': (20,)}))
+
+
+def test_a_copy_of_another_models_hook_is_refused():
+    run_ranks(bind_a_copy_to_another_model, world_size=1)

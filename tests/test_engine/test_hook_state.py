@@ -376,10 +376,14 @@ def train_two_models(rank, work_dir, first, second, hook):
 @pytest.mark.parametrize('feedback', [True, False])
 @pytest.mark.parametrize(
     ('first', 'second', 'fits'),
-    [(ToyModel, NarrowHead, False), (FrozenFirst, ToyModel, True)],
+    [
+        (ToyModel, NarrowHead, False),
+        (FrozenFirst, ToyModel, True),
+        (ToyModel, FrozenFirst, True),
+    ],
 )
 def test_state_of_another_model(tmp_path, first, second, fits, feedback):
-    """Parameters with another shape, and more trained ones."""
+    """Parameters with another shape, more and fewer trained ones."""
     hook = {**POWERSGD, 'use_error_feedback': feedback}
     for problem, step in run_ranks(
         train_two_models, tmp_path, first, second, hook
