@@ -1,10 +1,15 @@
 """A communication hook gets its model."""
 
+import logging
+
 import torch
 import torch.distributed as dist
+from mmengine.logging import print_log
 from torch.nn.parallel import DistributedDataParallel
 
 from ..compression.collective import all_reduce
+from ..compression.gradient import is_compressible
+from ..parameters import reduced_parameters
 from .spec import CommHook
 
 __all__ = [
@@ -19,7 +24,7 @@ def bind_comm_hook(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
     """Give the instance of a hook its model, if it has ``bind``.
 
     All ranks of the group have to call this alike, after
-    :func:`check_backend`.
+    :func:`check_backend`. A warning says so if a wrapper saves nothing.
 
     Args:
         comm_hook: Built for the group of ``ddp``.
@@ -27,6 +32,32 @@ def bind_comm_hook(comm_hook: CommHook, ddp: DistributedDataParallel) -> None:
     """
     if hasattr(comm_hook.instance, 'bind'):
         comm_hook.instance.bind(ddp)
+    dtype = comm_hook.spec.bucket_dtype
+    parameters = reduced_parameters(ddp).values()
+    if dtype is not None and any(map(is_compressible, parameters)):
+        _warn_if_needless(comm_hook, dtype)
+
+
+def _warn_if_needless(comm_hook: CommHook, dtype: torch.dtype) -> None:
+    """Warn of a wrapper around a hook that sends as much without it."""
+    instance, spec = comm_hook.instance, comm_hook.spec
+    if not hasattr(instance, 'step_bytes'):
+        return
+    sent = instance.step_bytes(dtype)
+    # Nothing is sent by a single rank; None is of a hook that does not say.
+    if not getattr(sent, 'rank', 0) or sent != instance.step_bytes(None):
+        return
+    limits = torch.finfo(dtype)
+    print_log(
+        f'ddp_comm_hook: wrapper={spec.wrapper!r} around {spec.type!r} saves '
+        f'nothing, as a step sends {sent.rank / 2**20:.2f} MiB from each '
+        'process with it and without. It only rounds the gradients before '
+        f'the hook gets them, by up to {limits.eps / 2:.1g} of their size: '
+        f'those above {limits.max:.5g} become Inf, those below '
+        f'{limits.tiny * limits.eps / 2:.1g} become 0. Leave it out',
+        'current',
+        logging.WARNING,
+    )
 
 
 def unless_world(
