@@ -23,17 +23,16 @@ CHUNK = 2**18
 
 @dataclass(frozen=True)
 class Gradient:
-    """The part of a bucket that belongs to one parameter.
+    """What is exchanged of one parameter.
 
     Attributes:
         name: Of the parameter, as in ``named_parameters()``.
-        parameter: The parameter itself.
         flat: Shape (numel,), the bucket's dtype: a view of the bucket, the
             elements in the order in which the parameter has them in memory.
+            Within a node, what :func:`nodes.average_shares` makes of that.
     """
 
     name: str
-    parameter: torch.Tensor
     flat: torch.Tensor
 
 
@@ -51,7 +50,7 @@ def split(
     """
     parts = buffer.split([p.numel() for p in parameters])
     return [
-        Gradient(names[id(parameter)], parameter, flat)
+        Gradient(names[id(parameter)], flat)
         for parameter, flat in zip(parameters, parts, strict=True)
         if flat.numel()
     ]

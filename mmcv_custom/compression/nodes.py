@@ -108,7 +108,7 @@ def average_shares(
     for parts in zip(chunks(sums), *map(chunks, summands[1:]), strict=True):
         add_up(parts)
     return [
-        Gradient(g.name, g.parameter, flat)
+        Gradient(g.name, flat)
         for g, flat in zip(
             gradients,
             sums.split([len(rows) * BLOCK for rows in share.rows]),
