@@ -1,12 +1,15 @@
 """The hooks that the pages define are trained, resumed and registered."""
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.ranks import run_ranks
+from tests.test_compression import helpers
+from tests.test_engine.sign_sgd import SignSGD
 from tests.test_engine.test_hook_state import assert_equal, train
 from tests.test_engine.trials import (
     BEFORE,
@@ -113,3 +116,42 @@ def begin_anew(rank, folder):
 
 def test_a_class_begins_anew_without_its_state(folder):
     run_ranks(begin_anew, folder)
+
+
+class Branches(torch.nn.Module):
+    """Two parameters, of which one is used at times."""
+
+    def __init__(self):
+        super().__init__()
+        self.always = torch.nn.Parameter(torch.zeros(300))
+        self.at_times = torch.nn.Parameter(torch.zeros(300))
+
+    def forward(self, gradient, uses_both):
+        used = self.always + self.at_times if uses_both else self.always
+        return (used * gradient).sum()
+
+
+def leave_one_unused(rank, folder):
+    """The documented class, and the one that other tests have of it."""
+    sys.path.insert(0, str(folder))
+    for method in (import_module('sign_sgd').SignSGD, SignSGD):
+        compressor = method()
+        ddp = helpers.start(
+            compressor, Branches(), find_unused_parameters=True
+        )
+        gradient = helpers.draw(rank, 0, [(300,)])[0]
+        errors = []
+        for uses_both in (True, False):
+            ddp.zero_grad()
+            ddp(gradient, uses_both).backward()
+            error = compressor.state_dict()['tensors']['error']
+            errors.append({name: error[name].clone() for name in error})
+        before, after = errors
+        assert compressor.step == 2
+        assert before['at_times'].any()
+        assert torch.equal(before['at_times'], after['at_times'])
+        assert not torch.equal(before['always'], after['always'])
+
+
+def test_error_of_an_unused_parameter_stays(folder):
+    run_ranks(leave_one_unused, folder)

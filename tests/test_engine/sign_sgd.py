@@ -31,8 +31,11 @@ class SignSGD(Compressor):
     def _stages(self, buffer, gradients):
         inputs = [self._with_error(gradient) for gradient in gradients]
         records = []
-        for values in inputs:
+        for gradient, values in zip(gradients, inputs, strict=True):
             size = values.abs().mean() * self.scale
+            used = self._used(gradient)
+            if used is not None:
+                size = size * used
             signs = values.sign().to(torch.int8)
             values.sub_(signs * size)
             records += [signs, size.view(1).view(torch.int8)]
