@@ -38,6 +38,7 @@ class AllReduce(Exchange):
 
     collectives = 0  # the function issues its own
     node_stages = NODE_STAGES
+    # The engine takes a config that names it to mean this class.
     function = staticmethod(allreduce_hook)
     _dtype: torch.dtype | None = None  # of wide gradients, on the wire
     _cast: SampledCast | None = None  # sees what is cast

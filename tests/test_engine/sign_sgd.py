@@ -23,8 +23,7 @@ class SignSGD(Compressor):
     def on_train_start(self, training):
         training.logger.info(f'sign sees {training.steps} steps')
 
-    @staticmethod
-    def probes(size, device):
+    def probes(self, size, device):
         parts = torch.zeros(1, size, 1, dtype=torch.int8, device=device)
         return [all_gather(parts, parts[:, 0].clone())]
 
