@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from ..compression import AllReduce
 from ..compression.collective import sum_sent
+from ..compression.share import Share
 from ..compression.topology import Topology
 from .method import Method
 
@@ -26,7 +27,7 @@ def counted_bytes(
     """
     if method.comm_hook is None:
         parameters = [p for p in method.ddp.parameters() if p.requires_grad]
-        traffic = AllReduce().traffic(parameters, topology)
+        traffic = AllReduce().traffic(parameters, Share())
         sent = sum_sent(traffic, topology, dist.get_rank())
         return steps * sent.rank, steps * sent.node
     return (

@@ -9,6 +9,7 @@ import torch
 from ..compression import AllReduce
 from ..compression.collective import Traffic, sum_sent
 from ..compression.exchange import Exchange
+from ..compression.share import Share
 from ..compression.topology import Topology
 from ..engine.spec import HookSpec
 from .bases import Bases, Load
@@ -67,13 +68,13 @@ def traffic_of(
         As :meth:`Exchange.traffic`: None if the hook does not say.
     """
     if choice.config is None:
-        return AllReduce().traffic(parameters, topology)
+        return AllReduce().traffic(parameters, Share())
     spec = HookSpec.parse(choice.config)
     exchange = spec.build().instance
     if not isinstance(exchange, Exchange):
         return None
-    exchange.device_type = device_type
-    return exchange.traffic(parameters, topology, spec.bucket_dtype)
+    share = exchange.share_in(topology, device_type)
+    return exchange.traffic(parameters, share, spec.bucket_dtype)
 
 
 class Predictor:

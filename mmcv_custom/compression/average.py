@@ -19,7 +19,7 @@ from .exchange import Exchange
 from .gradient import narrowed
 from .nodes import NODE_STAGES, reduce_by_nodes
 from .sampled_cast import SampledCast
-from .topology import Topology
+from .share import Share
 
 __all__ = ['BF16', 'FP16', 'AllReduce']
 
@@ -83,15 +83,15 @@ class AllReduce(Exchange):
     def traffic(
         self,
         parameters: Sequence[torch.Tensor],
-        topology: Topology,
+        share: Share,
         bucket_dtype: torch.dtype | None = None,
     ) -> list[Traffic]:
         """As in the base class."""
-        shares, traffic = self._share_in(topology).count, []
+        traffic = []
         for own, numel in numel_by_dtype(parameters).items():
             handed = narrowed(own, bucket_dtype)
             wire = narrowed(handed, self._dtype)
-            traffic += sum_traffic(numel, handed, wire, shares)
+            traffic += sum_traffic(numel, handed, wire, share.count)
         return traffic
 
     def _exchange(

@@ -29,8 +29,8 @@ from .gradient import (
     split,
 )
 from .memory import StepMemory
+from .share import Share
 from .step import StepRecord
-from .topology import Topology
 
 __all__ = ['Compressor']
 
@@ -109,12 +109,12 @@ class Compressor(ErrorFeedback, Exchange):
     def traffic(
         self,
         parameters: Sequence[torch.Tensor],
-        topology: Topology,
+        share: Share,
         bucket_dtype: torch.dtype | None = None,
     ) -> list[Traffic] | None:
         """As in the base class; of a step that is compressed."""
         wide = [p for p in parameters if is_compressible(p)]
-        traffic = self._compressed_traffic(wide, topology, bucket_dtype)
+        traffic = self._compressed_traffic(wide, share, bucket_dtype)
         if traffic is None:
             return None
         others = [p for p in parameters if not is_compressible(p)]
@@ -216,7 +216,7 @@ class Compressor(ErrorFeedback, Exchange):
     def _compressed_traffic(
         self,
         parameters: Sequence[torch.Tensor],
-        topology: Topology,
+        share: Share,
         bucket_dtype: torch.dtype | None,
     ) -> list[Traffic] | None:
         """As :meth:`traffic`, of those that are real and wide; or None."""

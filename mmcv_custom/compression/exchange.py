@@ -42,8 +42,6 @@ class Exchange(ABC):
 
     Attributes:
         topology: Which ranks share a machine; of the bound model.
-        device_type: Of its gradients. Who asks for the traffic of a model
-            that is not there sets it, 'cpu' at first.
 
     Raises:
         TypeError, ValueError: For a knob of another type or out of range.
@@ -72,7 +70,7 @@ class Exchange(ABC):
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._names: dict[int, str] = {}
         self.topology = _UNBOUND
-        self.device_type = 'cpu'
+        self._device_type = 'cpu'  # of its gradients
         self._is_part = False  # of the world
         self._share = Share()
 
@@ -91,13 +89,13 @@ class Exchange(ABC):
         group = ddp.process_group
         parameters = reduced_parameters(ddp)
         device = next(iter(parameters.values())).device
-        self.device_type = device.type
+        self._device_type = device.type
         self._is_part = group.size() < dist.get_world_size()
         topology = find_topology(
             group, device, None if self._is_part else self._ranks_per_node
         )
         stages: Sequence[Scope] = ['all'] * self.collectives
-        self._share = self._share_in(topology, group.rank())
+        self._share = self.share_in(topology, device.type, group.rank())
         if self.is_node_aware:
             stages = self.node_stages
         if stages:
@@ -167,6 +165,15 @@ class Exchange(ABC):
         """Return small collectives that the backend has to be able to run."""
         return [all_reduce(torch.zeros(1, dtype=torch.float32, device=device))]
 
+    def share_in(
+        self, topology: Topology, device_type: str, rank: int = 0
+    ) -> Share:
+        """Return what a rank would average on a device in a topology."""
+        # The groups of nodes need all ranks of the world.
+        by_nodes = topology.is_grid and not self._is_part
+        by_nodes = by_nodes and self._wants_nodes(device_type)
+        return Share.of(topology, rank, by_nodes)
+
     def step_bytes(
         self, bucket_dtype: torch.dtype | None = None
     ) -> Sent | None:
@@ -181,7 +188,7 @@ class Exchange(ABC):
         """
         rank = self.group.rank()
         traffic = self.traffic(
-            list(self._parameters.values()), self.topology, bucket_dtype
+            list(self._parameters.values()), self._share, bucket_dtype
         )
         if traffic is None:
             return None
@@ -190,7 +197,7 @@ class Exchange(ABC):
     def traffic(
         self,
         parameters: Sequence[torch.Tensor],
-        topology: Topology,
+        share: Share,
         bucket_dtype: torch.dtype | None = None,
     ) -> list[Traffic] | None:
         """Return what the collectives of a step move, in their order.
@@ -198,7 +205,7 @@ class Exchange(ABC):
         Args:
             parameters: Whose gradients are exchanged; of any device, 'meta'
                 too.
-            topology: Of the ranks.
+            share: That of any rank; see :meth:`share_in`.
             bucket_dtype: See :meth:`step_bytes`.
         """
         return None
@@ -211,7 +218,10 @@ class Exchange(ABC):
             line += f' (as {self.topology.source} has it)'
         if self.is_node_aware:
             line += ', which sum up their own first'
-        elif self._wants_nodes and 1 < len(self.topology.nodes) < size:
+        elif (
+            self._wants_nodes(self._device_type)
+            and 1 < len(self.topology.nodes) < size
+        ):
             line += (
                 '; nothing is summed within the nodes first, which takes '
                 'several ranks on each, as many everywhere, and all ranks of '
@@ -253,14 +263,7 @@ class Exchange(ABC):
     def _sent(self) -> Sent:
         return self._pipeline.sent if self._pipeline else Sent()
 
-    def _share_in(self, topology: Topology, rank: int = 0) -> Share:
-        """Return what a rank would average in a topology."""
-        # The groups of nodes need all ranks of the world.
-        by_nodes = topology.is_grid and not self._is_part
-        return Share.of(topology, rank, by_nodes and self._wants_nodes)
-
-    @property
-    def _wants_nodes(self) -> bool:
+    def _wants_nodes(self, device_type: str) -> bool:
         if self._node_aware is None:
-            return self.device_type in self._node_aware_on
+            return device_type in self._node_aware_on
         return self._node_aware

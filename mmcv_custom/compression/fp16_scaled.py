@@ -10,7 +10,7 @@ from .collective import Collective, Traffic, all_reduce, sum_traffic
 from .compressor import Compressor
 from .gradient import Gradient, chunks, is_compressible, magnitude
 from .nodes import NODE_STAGES, reduce_by_nodes
-from .topology import Topology
+from .share import Share
 
 __all__ = ['ScaledFP16']
 
@@ -82,12 +82,11 @@ class ScaledFP16(Compressor):
     def _compressed_traffic(
         self,
         parameters: Sequence[torch.Tensor],
-        topology: Topology,
+        share: Share,
         bucket_dtype: torch.dtype | None,
     ) -> list[Traffic]:
         numel = sum(p.numel() for p in parameters)
-        shares = self._share_in(topology).count
-        return sum_traffic(numel, torch.float32, torch.float16, shares)
+        return sum_traffic(numel, torch.float32, torch.float16, share.count)
 
     def _stages(
         self, buffer: torch.Tensor, gradients: list[Gradient]

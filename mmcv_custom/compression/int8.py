@@ -25,7 +25,7 @@ from .knobs import check_knob
 from .nodes import average_shares, gather_parts
 from .plan import Plan, Plans
 from .randomness import named_generator
-from .topology import Topology
+from .share import Share
 
 __all__ = ['Int8']
 
@@ -96,7 +96,7 @@ class Int8(Compressor):
 
     def _prepare(self, ddp: DistributedDataParallel) -> None:
         super()._prepare(ddp)
-        self._plans = self._plans_for(self._parameters, self.topology)
+        self._plans = self._plans_for(self._parameters, self._share)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {'_plans': None}
@@ -129,20 +129,19 @@ class Int8(Compressor):
     def _compressed_traffic(
         self,
         parameters: Sequence[torch.Tensor],
-        topology: Topology,
+        share: Share,
         bucket_dtype: torch.dtype | None,
     ) -> list[Traffic]:
         if not parameters:
             return []
         named = {str(i): p for i, p in enumerate(parameters)}
-        plan = self._plans_for(named, topology).of(list(named))
+        plan = self._plans_for(named, share).of(list(named))
         return plan.traffic(RECORD, BLOCK * self._node_dtype.itemsize)
 
     def _plans_for(
-        self, parameters: Mapping[str, torch.Tensor], topology: Topology
+        self, parameters: Mapping[str, torch.Tensor], share: Share
     ) -> Plans:
         device = next(iter(parameters.values())).device
-        share = self._share_in(topology)
         return Plans(
             {name: num_blocks(p) for name, p in parameters.items()},
             share.size,

@@ -14,7 +14,7 @@ from .gradient import Gradient, magnitude
 from .knobs import check_knob
 from .matrix import Basis, Whole, aligned
 from .projection import Projection, average
-from .topology import Topology
+from .share import Share
 from .training import Training
 from .warmup import WARMUP_END, start_step
 
@@ -161,7 +161,7 @@ class PowerSGD(Compressor):
     def _compressed_traffic(
         self,
         parameters: Sequence[torch.Tensor],
-        topology: Topology,
+        share: Share,
         bucket_dtype: torch.dtype | None,
     ) -> list[Traffic]:
         numels = [0] * self.collectives

@@ -246,13 +246,15 @@ def test_bytes_that_leave_a_node(grid):
         for rank in (0, topology.size - 1):
             sent = sum(
                 traffic.sent(topology, rank).node
-                for traffic in hook.traffic(parameters, topology)
+                for traffic in hook.traffic(
+                    parameters, hook.share_in(topology, 'cpu')
+                )
             )
             assert sent / gradients == pytest.approx(expected, rel=0.02)
     scaled = BY_NODES['fp16_scaled'](node_aware=True)
-    assert scaled.traffic(parameters, topology) == hooks[-1].traffic(
-        parameters, topology
-    )
+    share = scaled.share_in(topology, 'cpu')
+    expected = hooks[-1].traffic(parameters, share)
+    assert scaled.traffic(parameters, share) == expected
 
 
 def test_knob_of_another_type():
@@ -265,3 +267,13 @@ def test_knob_of_another_type():
             method(ranks_per_node=0)
     with pytest.raises(ValueError, match="node_dtype='float16' must be 'bf"):
         BY_NODES['int8'](node_dtype='float16')
+
+
+def test_kind_of_device_is_asked_for_each_time():
+    topology = Topology(((0, 1), (2, 3)))
+    hook = BY_NODES['fp16']()
+    for device_type, count in (('cuda', 1), ('cpu', 2), ('cuda', 1)):
+        share = hook.share_in(topology, device_type)
+        assert share.count == count
+        traffic = hook.traffic([torch.empty(8, device='meta')], share)
+        assert len(traffic) == (1 if count == 1 else 3)
