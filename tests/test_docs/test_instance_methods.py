@@ -39,8 +39,8 @@ def names_used(tree):
             is_asked = function in ('hasattr', 'getattr') and (
                 last_name(node.args[0]) in ASKED
             )
-            if is_asked or function in ('_having', '_sum'):
-                name = node.args[is_asked]
+            if is_asked or function in ('_having', '_sum', '_tell'):
+                name = node.args[is_asked or function == '_tell']
                 if isinstance(getattr(name, 'value', None), str):
                     yield name.value
 
