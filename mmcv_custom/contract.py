@@ -24,6 +24,7 @@ __all__ = [
     'completed',
     'dense_buffer',
     'hook_name',
+    'is_wide',
     'opaque',
 ]
 
@@ -141,6 +142,15 @@ def dense_buffer(name: str, bucket: dist.GradBucket) -> torch.Tensor:
             'nn.Embedding(sparse=False)'
         )
     return buffer
+
+
+def is_wide(dtype: torch.dtype) -> bool:
+    """Whether a cast to 16 bits saves bytes and keeps the meaning.
+
+    That is so of what is real and wider: fp16 would overflow on a bf16 bucket
+    and save no byte.
+    """
+    return dtype.is_floating_point and dtype.itemsize > 2
 
 
 def _check_callable(hook: Any) -> None:

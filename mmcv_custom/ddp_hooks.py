@@ -18,6 +18,7 @@ from .contract import (
     call_hook,
     dense_buffer,
     hook_name,
+    is_wide,
     opaque,
 )
 from .named_hook import NamedHook
@@ -136,21 +137,13 @@ def _average(
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def _is_wide(buffer: torch.Tensor) -> bool:
-    """Whether a cast to 16 bits saves bytes and keeps the meaning.
-
-    fp16 would overflow on a bf16 bucket and save no byte.
-    """
-    return buffer.is_floating_point() and buffer.element_size() > 2
-
-
 def _average_as(
     dtype: torch.dtype,
     process_group: dist.ProcessGroup | None,
     buffer: torch.Tensor,
 ) -> Future:
     """Average ``buffer`` in place, ``dtype`` on the wire."""
-    if not _is_wide(buffer):
+    if not is_wide(buffer.dtype):
         return _average(process_group, buffer)
     future = _average(process_group, buffer.to(dtype))
     return future.then(lambda future: buffer.copy_(future.value()))
@@ -175,7 +168,7 @@ def _call_on_copy(
 ) -> torch.futures.Future[torch.Tensor]:
     """Call a hook on a copy of the bucket in ``dtype``; decompress."""
     buffer = dense_buffer(name, bucket)
-    if not _is_wide(buffer):
+    if not is_wide(buffer.dtype):
         return call_hook(hook, state, bucket)
     bucket.set_buffer(buffer.to(dtype))
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from mmcv_custom.compression import PowerSGD
-from mmcv_custom.contract import adapt_hook
+from mmcv_custom.contract import adapt_hook, is_wide
 from mmcv_custom.ddp_hooks import (
     allreduce_hook,
     bf16_compress_hook,
@@ -381,3 +381,9 @@ def test_soak_with_random_delays(wrapper, world_size):
         soak, wrapper, world_size=world_size, timeout_s=120
     ):
         assert worst <= BOUNDS[wrapper]
+
+
+def test_wide_is_what_is_real_and_has_more_than_16_bits():
+    wide = {torch.float32, torch.float64}
+    narrow = {torch.float16, torch.bfloat16, torch.complex64, torch.int64}
+    assert {dtype for dtype in wide | narrow if is_wide(dtype)} == wide

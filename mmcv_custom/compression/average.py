@@ -1,6 +1,7 @@
 """The plain average, in the gradients' precision or in 16 bits."""
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,16 +41,8 @@ class AllReduce(Exchange):
     node_stages = NODE_STAGES
     # The engine takes a config that names it to mean this class.
     function = staticmethod(allreduce_hook)
-    _dtype: torch.dtype | None = None  # of wide gradients, on the wire
-    _cast: SampledCast | None = None  # sees what is cast
-
-    def __init__(
-        self,
-        node_aware: bool | None = None,
-        ranks_per_node: int | None = None,
-    ) -> None:
-        super().__init__(node_aware, ranks_per_node)
-        self._counted = Sent()
+    cast_dtype: torch.dtype | None = None  # of wide gradients, on the wire
+    _counted = Sent()  # without a pipeline
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
         """Average a bucket; the buffer, of shape (numel,), is overwritten.
@@ -68,7 +61,7 @@ class AllReduce(Exchange):
         future = self.function(self._group, bucket)
         # By the buffer's dtype, not the parameters': a wrapper may cast it.
         buffer = bucket.buffer()
-        wire = narrowed(buffer.dtype, self._dtype)
+        wire = narrowed(buffer.dtype, self.cast_dtype)
         for traffic in sum_traffic(buffer.numel(), buffer.dtype, wire):
             self._counted += traffic.sent(self.topology, self._group.rank())
         return future
@@ -90,7 +83,7 @@ class AllReduce(Exchange):
         traffic = []
         for own, numel in numel_by_dtype(parameters).items():
             handed = narrowed(own, bucket_dtype)
-            wire = narrowed(handed, self._dtype)
+            wire = narrowed(handed, self.cast_dtype)
             traffic += sum_traffic(numel, handed, wire, share.count)
         return traffic
 
@@ -99,11 +92,15 @@ class AllReduce(Exchange):
     ) -> Iterator[Collective]:
         sums = yield from reduce_by_nodes(
             buffer.div_(self.topology.size),
-            narrowed(buffer.dtype, self._dtype),
+            narrowed(buffer.dtype, self.cast_dtype),
             self._share.count,
-            self._cast.look if self._cast else None,
+            self._look,
         )
         buffer.copy_(sums)
+
+    def _look(self, summands: Sequence[torch.Tensor]) -> None:
+        """See what is cast: the sum of tensors of shape (numel,)."""
+        return
 
 
 class FP16(AllReduce):
@@ -116,16 +113,12 @@ class FP16(AllReduce):
 
     function = staticmethod(fp16_compress_hook)
     _node_aware_on = ('cpu',)
-    _dtype = torch.float16
+    cast_dtype = torch.float16
     sample_names = SampledCast.sample_names
 
-    def __init__(
-        self,
-        node_aware: bool | None = None,
-        ranks_per_node: int | None = None,
-    ) -> None:
-        super().__init__(node_aware, ranks_per_node)
-        self._cast: SampledCast = SampledCast(self._dtype)
+    @cached_property
+    def _cast(self) -> SampledCast:
+        return SampledCast(self.cast_dtype)
 
     def begin_sample(self) -> None:
         """Look more closely at the next step."""
@@ -139,8 +132,11 @@ class FP16(AllReduce):
         """As in the base class."""
         if not self.is_node_aware:
             buffer = dense_buffer('fp16_compress_hook', bucket)
-            self._cast.look([buffer])
+            self._look([buffer])
         return super().__call__(state, bucket)
+
+    def _look(self, summands: Sequence[torch.Tensor]) -> None:
+        self._cast.look(summands)
 
 
 class BF16(AllReduce):
@@ -148,4 +144,4 @@ class BF16(AllReduce):
 
     function = staticmethod(bf16_compress_hook)
     _node_aware_on = ('cpu',)
-    _dtype = torch.bfloat16
+    cast_dtype = torch.bfloat16

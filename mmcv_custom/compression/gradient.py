@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..contract import is_wide
+
 __all__ = [
     'CHUNK',
     'Gradient',
@@ -66,7 +68,7 @@ def is_compressible(parameter: torch.Tensor) -> bool:
 
     Not the bucket's dtype: a cast wrapper hands over 16 bits of them.
     """
-    return parameter.is_floating_point() and parameter.element_size() > 2
+    return is_wide(parameter.dtype)
 
 
 def float32_like(parameter: torch.Tensor) -> torch.Tensor:
@@ -91,11 +93,10 @@ def magnitude(values: torch.Tensor) -> torch.Tensor:
 
 
 def narrowed(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """Return what a dtype is cast to: real ones that are wider than 16 bits.
+    """Return what a dtype is cast to, if it is wide; itself otherwise.
 
     Args:
         own: The dtype.
         dtype: Of 16 bits; None leaves all as they are.
     """
-    is_wide = own.is_floating_point and own.itemsize > 2
-    return dtype if dtype is not None and is_wide else own
+    return dtype if dtype is not None and is_wide(own) else own

@@ -10,9 +10,9 @@ __all__ = ['CANDIDATES', 'COMM_HOOKS', 'FIRST_TO_TRY', 'PLAIN_AVERAGE']
 # constructor takes the knobs and, if it likes, ``process_group``, and whose
 # instances are called as ``hook(state, bucket)``. The state that either gets
 # is the process group. docs/your_own_hook.md lists what else an instance may
-# have. The engine's own are ``function``, of the classes that stand for a
-# function of ``ddp_hooks``, and ``is_choice``, ``is_measuring`` and
-# ``in_turn``, of what chooses between hooks.
+# have. Not for users are ``function`` and ``cast_dtype``, of the classes that
+# stand for a function of ``ddp_hooks``, and ``is_choice``, ``is_measuring``
+# and ``in_turn``, of a hook that chooses between others.
 COMM_HOOKS = Registry(
     'communication hook', locations=['mmcv_custom.engine.registry']
 )

@@ -35,7 +35,6 @@ _WRAPPER_ALIASES = {
     'bf16_compress_wrapper': 'bf16',
 }
 _WRAPPERS = {'fp16': fp16_compress_wrapper, 'bf16': bf16_compress_wrapper}
-_CAST_DTYPES = {'fp16': torch.float16, 'bf16': torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -140,12 +139,15 @@ class HookSpec:
     @property
     def wire_dtype(self) -> torch.dtype | None:
         """What buckets are cast to, or None."""
-        return _CAST_DTYPES.get(self.wrapper or self.type)
+        return self.bucket_dtype or _cast_dtype(self.target)
 
     @property
     def bucket_dtype(self) -> torch.dtype | None:
         """What the wrapper casts buckets to, or None."""
-        return _CAST_DTYPES.get(self.wrapper or '')
+        if self.wrapper is None:
+            return None
+        # The same as the hook of that name does.
+        return _cast_dtype(COMM_HOOKS.module_dict[self.wrapper])
 
     def as_config(self) -> dict[str, Any]:
         """Return ``dict(type=..., **knobs)`` of plain data."""
@@ -182,7 +184,7 @@ class HookSpec:
             name = f'{self.wrapper}_wrapper({name})'
             hook = _WRAPPERS[self.wrapper](hook)
             if self.wrapper == 'fp16':  # bf16 has the range of float32
-                cast = SampledCast(torch.float16)
+                cast = SampledCast(self.bucket_dtype)
                 hook = partial(cast.call, hook)
             hook = adapt_hook(hook, name)
         return CommHook(self, name, process_group, hook, instance, cast)
@@ -213,7 +215,7 @@ def _check_wrapper(wrapper: str | None, name: str, target: Callable) -> None:
             f'ddp_comm_hook: unknown wrapper {wrapper!r}; '
             + alternatives(wrapper, ['none', *_WRAPPERS])
         )
-    if wrapper is not None and name in _CAST_DTYPES:
+    if wrapper is not None and _cast_dtype(target) is not None:
         raise ValueError(
             f'ddp_comm_hook: wrapper={wrapper!r} around {name!r}, which casts '
             'already; use one of the two'
@@ -223,3 +225,8 @@ def _check_wrapper(wrapper: str | None, name: str, target: Callable) -> None:
             f'ddp_comm_hook: wrapper={wrapper!r} around {name!r}, which '
             'chooses between hooks; give it to one of those'
         )
+
+
+def _cast_dtype(target: Callable) -> torch.dtype | None:
+    """Return what a hook casts wide buckets to, if it does nothing else."""
+    return getattr(target, 'cast_dtype', None)

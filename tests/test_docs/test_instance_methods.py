@@ -8,7 +8,7 @@ from .pages import ROOT
 ENGINE = ROOT / 'mmcv_custom/engine'
 PAGE = ROOT / 'docs/your_own_hook.md'
 # Of the package's own hooks alone; see engine/registry.py.
-INTERNAL = {'is_choice', 'is_measuring', 'in_turn', 'function'}
+INTERNAL = {'is_choice', 'is_measuring', 'in_turn', 'function', 'cast_dtype'}
 # What instances, and their classes, are called in the engine.
 INSTANCES = {'instance', '_instance'}
 ASKED = {*INSTANCES, 'each', 'part', 'target', 'hook'}

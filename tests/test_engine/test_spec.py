@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from mmengine.config import Config
 
+from mmcv_custom import ddp_hooks
 from mmcv_custom.compression import Int8, PowerSGD
 from mmcv_custom.compression.groups import end_groups
 from mmcv_custom.ddp_hooks import fp16_compress_hook, fp16_compress_wrapper
@@ -18,9 +19,11 @@ from mmcv_custom.engine import (
     normalize_comm_hook,
 )
 from mmcv_custom.engine.hook_names import refuse_misspelt_key
+from mmcv_custom.engine.spec import HookSpec
 from tests import user_hooks
 from tests.ranks import run_ranks
 from tests.test_engine.toy_runner import make_cfg
+from tests.toy import make_ddp, train_step
 
 DOTTED = 'tests.user_hooks.scaled'
 
@@ -347,3 +350,29 @@ def test_a_variable_of_a_config_is_no_misspelt_key(tmp_path, text, refused):
     else:
         with pytest.raises(ValueError, match=refused):
             refuse_misspelt_key(cfg)
+
+
+def dtypes_within(rank, name):
+    """What a hook sees in a wrapper."""
+    seen = set()
+
+    def see(state, bucket):
+        seen.add(bucket.buffer().dtype)
+        return bucket.buffer()
+
+    wrapper = getattr(ddp_hooks, f'{name}_compress_wrapper')
+    ddp = make_ddp()
+    ddp.register_comm_hook(None, wrapper(see))
+    train_step(ddp, rank)
+    return seen
+
+
+@pytest.mark.parametrize('name', ['fp16', 'bf16'])
+def test_a_wrapper_casts_to_what_the_hook_of_its_name_does(name):
+    alone = HookSpec.parse(name)
+    around = HookSpec.parse({'type': 'powersgd', 'wrapper': name})
+    assert alone.bucket_dtype is None
+    assert alone.wire_dtype is around.wire_dtype is around.bucket_dtype
+    assert run_ranks(dtypes_within, name, world_size=1) == [
+        {around.bucket_dtype}
+    ]
