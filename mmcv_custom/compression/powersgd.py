@@ -83,11 +83,12 @@ class PowerSGD(Compressor):
     ) -> None:
         super().__init__()
         check_knob('matrix_approximation_rank', matrix_approximation_rank, 1)
+        self._least_start = 2 if use_error_feedback or warm_start else 0
         if start_powerSGD_iter != WARMUP_END:
             check_knob(
                 'start_powerSGD_iter',
                 start_powerSGD_iter,
-                2 if use_error_feedback or warm_start else 0,
+                self._least_start,
                 hint=', or "warmup_end"; 2 or more with use_error_feedback '
                 'or warm_start',
             )
@@ -119,7 +120,10 @@ class PowerSGD(Compressor):
         """Set the start; raise ValueError without the warm-up to end."""
         super().on_train_start(training)
         self.start_iter = start_step(
-            'start_powerSGD_iter', self.start_iter, training
+            'start_powerSGD_iter',
+            self.start_iter,
+            self._least_start,
+            training,
         )
         self._logger = training.logger
         if not self._bases.matrices:

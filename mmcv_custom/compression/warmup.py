@@ -7,12 +7,15 @@ __all__ = ['WARMUP_END', 'start_step']
 WARMUP_END = 'warmup_end'
 
 
-def start_step(name: str, start: int | str, training: Training) -> int:
+def start_step(
+    name: str, start: int | str, least: int, training: Training
+) -> int:
     """Return the number of steps, and log what the user should know of it.
 
     Args:
         name: Of the knob.
         start: A number, or :data:`WARMUP_END`.
+        least: How many steps it takes, if the warm-up is shorter.
         training: That is about to start.
 
     Raises:
@@ -23,15 +26,16 @@ def start_step(name: str, start: int | str, training: Training) -> int:
             raise ValueError(
                 f'{name}={start!r}, but param_scheduler has no warm-up, no '
                 'LinearLR or ConstantLR that starts at 0 below the full rate; '
-                'add one, or give a number of steps, 2 or more'
+                f'add one, or give a number of steps, {least} or more'
             )
-        start = max(2, training.warmup_steps)
+        start = max(least, training.warmup_steps)
         training.logger.info(
-            f'PowerSGD starts when the warm-up ends, after {start} steps'
+            f'{name}: compression starts when the warm-up ends, after {start} '
+            'steps'
         )
     if start >= training.steps:
         training.logger.warning(
             f'{name}={start} lies beyond the {training.steps} steps of this '
-            'run: PowerSGD never compresses'
+            'run: the hook never compresses'
         )
     return start
