@@ -23,10 +23,11 @@ COMM_HOOKS.register_module('powersgd', module=compression.PowerSGD)
 COMM_HOOKS.register_module('int8', module=compression.Int8)
 COMM_HOOKS.register_module('fp16_scaled', module=compression.ScaledFP16)
 
-# What sends half of fp32's bytes and takes gradients of any size.
+# What sends half of fp32's bytes and takes gradients of any size, as long as
+# no parameter's are below 1e-7 of the largest one's.
 FIRST_TO_TRY = 'fp16_scaled'
 # What DDP does by itself.
 PLAIN_AVERAGE = 'allreduce'
-# What can do no damage, as gradients may be of any size and no state is kept
-# of what was not sent.
+# What can do no damage, as gradients may be of any such size, and no state is
+# kept of what was not sent.
 CANDIDATES = (FIRST_TO_TRY, 'bf16')

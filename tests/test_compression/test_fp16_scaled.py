@@ -1,6 +1,7 @@
 """Scaled fp16 against the cast hooks and a float64 mean."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -226,3 +227,41 @@ def bind_a_copy_to_another_model(rank):
 
 def test_a_copy_of_another_models_hook_is_refused():
     run_ranks(bind_a_copy_to_another_model, world_size=1)
+
+
+# Of the gradients of parameters, relative to those of the largest one.
+RATIOS = {'p0': 1.0, 'p6': 1e-6, 'p8': 1e-8, 'p10': 1e-10, 'p12': 1e-12}
+FAR_APART = dict.fromkeys(RATIOS, (5000,))
+
+
+def far_below_the_largest(rank, step):
+    gradients = draw(rank, step, FAR_APART.values())
+    return [g * r for g, r in zip(gradients, RATIOS.values(), strict=True)]
+
+
+def test_limit_of_parameters_far_below_the_largest():
+    """What docs/hooks.md says of them."""
+    traces = run_ranks(
+        trace, 'fp16_scaled', {}, FAR_APART, far_below_the_largest, 3
+    )
+    step = 2
+    errors = {}
+    for index, name in enumerate(FAR_APART):
+        mean = mean_of(traces, step, index)
+        error = (traces[0][step].average[index] - mean).norm()
+        errors[name] = (error / mean.norm()).item()
+    # Of rounding with 11 bits, spread evenly between numbers.
+    assert HALF / 8 < errors['p6'] < HALF
+    # Values are rounded to a grid there. They are scaled apart by 2**6, and
+    # what is largest / 2**6 goes to 2**6 .. 2**7.
+    largest = max(traces[0][step].before['magnitudes'].values())
+    scale = 2.0 ** (7 - math.frexp(largest / 2**6)[1])
+    deviation = 2**-24 / scale / 12**0.5  # of a rounding
+    for name in ('p8', 'p10'):
+        # The sum of two roundings, to the deviation of the mean of two.
+        expected = 2**0.5 * deviation / (RATIOS[name] / 2**0.5)
+        assert errors[name] == pytest.approx(expected, rel=0.1)
+    assert 1e-3 < errors['p8'] < 3e-3
+    assert 0.1 < errors['p10'] < 0.3
+    assert errors['p12'] == 1
+    assert not traces[0][step].average[-1].any()
