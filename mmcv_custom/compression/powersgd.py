@@ -101,8 +101,7 @@ class PowerSGD(Compressor):
         self.collectives = 2 if whole_iterations else 1
         self.compressed_steps = 0
         self.start_iter: int | str = start_powerSGD_iter
-        self._feedback = use_error_feedback
-        self._warm_start = warm_start
+        self._feedback, self._warm_start = use_error_feedback, warm_start
         self._whole = whole_iterations
         self._bases = Bases(
             matrix_approximation_rank,
