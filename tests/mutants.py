@@ -58,10 +58,10 @@ COMPRESSORS = [
     Mutant(
         'buckets overtake each other between stages',
         'compression/pipeline.py',
-        '            self.inboxes[stage].put(bucket)\n',
+        '            self.inboxes[stage].put(part)\n',
         """\
-            bucket.works[-1].get_future().then(
-                lambda _: self.inboxes[stage].put(bucket)
+            part.works[-1].get_future().then(
+                lambda _: self.inboxes[stage].put(part)
             )
 """,
         ('test_compression/test_soak.py::test_soak[int8]',),

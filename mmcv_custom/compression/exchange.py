@@ -12,6 +12,7 @@ from ..contract import Future, completed, dense_buffer
 from ..parameters import reduced_parameters
 from ..profiling import named_stages
 from .collective import Collective, Sent, Traffic, all_reduce, sum_sent
+from .gradient import cut
 from .knobs import check_knob
 from .pipeline import Pipeline
 from .share import Share
@@ -53,6 +54,9 @@ class Exchange(ABC):
     node_stages: Sequence[Scope] = ()
     # On which kinds of device it does so without being told.
     _node_aware_on: Sequence[str] = ()
+    # On CPU a bucket is cut into parts of so many elements, or more; None
+    # leaves it whole.
+    _part_numel: int | None = None
 
     def __init__(
         self,
@@ -122,9 +126,12 @@ class Exchange(ABC):
         buffer = dense_buffer(type(self).__name__, bucket)
         if not buffer.numel():
             return completed(buffer)
-        stages = self._exchange(buffer, bucket.parameters())
-        stages = named_stages(type(self).__name__, bucket, stages)
-        return pipeline.start(stages, buffer)
+        name = type(self).__name__
+        parts = [
+            named_stages(name, bucket, self._exchange(*part))
+            for part in self._cut(buffer, bucket.parameters())
+        ]
+        return pipeline.start(parts, buffer)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -253,11 +260,28 @@ class Exchange(ABC):
         """Take what else the method needs of a model that is bound."""
         return
 
+    def _cut(
+        self, buffer: torch.Tensor, parameters: list[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Return what is exchanged as if it were a bucket, in its order.
+
+        So a part can travel while the next one is computed. An accelerator
+        computes in no time, and more parts are more launches there.
+        """
+        if self._part_numel is None or buffer.is_cuda:
+            return [(buffer, parameters)]
+        return cut(buffer, parameters, self._part_numel)
+
     @abstractmethod
     def _exchange(
         self, buffer: torch.Tensor, parameters: list[torch.Tensor]
     ) -> Iterator[Collective]:
-        """Yield the collectives of a bucket; leave the average in it."""
+        """Yield the collectives of a bucket, or of a part of one.
+
+        Args:
+            buffer: Shape (numel,); the average is left in it.
+            parameters: Whose gradients it has, in their order.
+        """
 
     @property
     def _sent(self) -> Sent:

@@ -10,6 +10,7 @@ __all__ = [
     'CHUNK',
     'Gradient',
     'chunks',
+    'cut',
     'float32_like',
     'in_memory_order',
     'is_compressible',
@@ -36,6 +37,35 @@ class Gradient:
 
     name: str
     flat: torch.Tensor
+
+
+def cut(
+    buffer: torch.Tensor, parameters: list[torch.Tensor], numel: int
+) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Cut a bucket between parameters.
+
+    One that is not compressible stays whole.
+
+    Args:
+        buffer: Shape (numel,).
+        parameters: Of the bucket, in its order.
+        numel: So many elements each part has at least, but for the last one.
+
+    Returns:
+        The parts of the buffer, with their parameters.
+    """
+    if not is_compressible(parameters[0]):
+        return [(buffer, parameters)]
+    parts: list[list[torch.Tensor]] = []
+    sizes: list[int] = []
+    for parameter in parameters:
+        # No part is of empty ones alone.
+        if not sizes or (sizes[-1] >= numel and parameter.numel()):
+            parts.append([])
+            sizes.append(0)
+        parts[-1].append(parameter)
+        sizes[-1] += parameter.numel()
+    return [*zip(buffer.split(sizes), parts, strict=True)]
 
 
 def split(

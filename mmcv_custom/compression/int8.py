@@ -70,6 +70,7 @@ class Int8(Compressor):
     collectives = 2
     node_stages = ('node', 'peers', 'peers', 'node')
     _node_aware_on = ('cpu', 'cuda')
+    _part_numel = 2**22
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from queue import SimpleQueue
 
 import torch
@@ -87,14 +88,14 @@ class Pipeline:
         return sum(self._line.sent, Sent())
 
     def start(
-        self, stages: Iterator[Collective], buffer: torch.Tensor
+        self, parts: Sequence[Iterator[Collective]], buffer: torch.Tensor
     ) -> Future:
-        """Run a bucket's exchange.
+        """Run a bucket's exchange, whole or in parts.
 
         Args:
-            stages: Yields the collectives; what it does after the first one
-                may run on another thread or stream.
-            buffer: What the future yields when ``stages`` has ended.
+            parts: Each yields collectives, one as many as another; what it
+                does after the first one may run on another thread or stream.
+            buffer: What the future yields when all have ended.
 
         Raises:
             RuntimeError: If an earlier one failed, as the order is lost then,
@@ -110,15 +111,17 @@ class Pipeline:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
             with torch.cuda.stream(self._stream):
-                return self._run_to_the_end(stages, buffer)
+                return self._run_to_the_end(parts, buffer)
         if self._one_by_one:
-            return self._run_to_the_end(stages, buffer)
+            return self._run_to_the_end(parts, buffer)
         if not self._line.threads:
             self._line.start_threads()
-        bucket = _Bucket(stages, buffer)
-        # Before anything can end it: then no thread has to add a callback.
-        future = bucket.done.then(bucket.result)
-        self._line.advance(bucket, 0)
+        started = [_Part(stages, buffer) for stages in parts]
+        # They end in their order. And before anything can end it: then no
+        # thread has to add a callback.
+        future = started[-1].done.then(started[-1].result)
+        for part in started:
+            self._line.advance(part, 0)
         return future
 
     def close(self) -> None:
@@ -130,10 +133,10 @@ class Pipeline:
         self._finalizer()
 
     def _run_to_the_end(
-        self, stages: Iterator[Collective], buffer: torch.Tensor
+        self, parts: Sequence[Iterator[Collective]], buffer: torch.Tensor
     ) -> Future:
         try:
-            for collective in stages:
+            for collective in chain.from_iterable(parts):
                 for work in self._line.issue(collective, 0):
                     work.wait()  # on CUDA the stream waits, not the host
         except BaseException as error:
@@ -142,8 +145,8 @@ class Pipeline:
         return completed(buffer)
 
 
-class _Bucket:
-    """A bucket on its way."""
+class _Part:
+    """A bucket, or a part of one, on its way."""
 
     def __init__(
         self, stages: Iterator[Collective], buffer: torch.Tensor
@@ -181,8 +184,8 @@ class _Line:
             collective's scope.
         made: Those of them that are the pipeline's own.
         sent: By stage; each thread adds to its own entry only.
-        inboxes: The buckets that have left stage i, in their order.
-        error: Of the first bucket that failed. Nothing is issued after it:
+        inboxes: The parts that have left stage i, in their order.
+        error: Of the first part that failed. Nothing is issued after it:
             the order would differ from the other ranks'.
         unfinished: Works nobody waits for any more, kept until they are done.
         process: That has made it.
@@ -235,37 +238,37 @@ class _Line:
         torch.set_num_threads(num_threads)
         with torch.no_grad():
             while True:
-                bucket = self.inboxes[stage - 1].get()
-                if bucket is None:
+                part = self.inboxes[stage - 1].get()
+                if part is None:
                     break
-                self.advance(bucket, stage)
-                del bucket  # not to be held while there is nothing to do
+                self.advance(part, stage)
+                del part  # not to be held while there is nothing to do
         if stage < len(self.inboxes):
             self.inboxes[stage].put(None)
 
-    def advance(self, bucket: _Bucket, stage: int) -> None:
-        """Run a stage of a bucket, and hand it on or end it."""
+    def advance(self, part: _Part, stage: int) -> None:
+        """Run a stage of a part, and hand it on or end it."""
         if self.error is not None:
-            self.unfinished += bucket.works
-            bucket.end(self.error)
+            self.unfinished += part.works
+            part.end(self.error)
             return
         try:
-            for work in bucket.works:
+            for work in part.works:
                 work.wait()
-            collective = next(bucket.stages, None)
+            collective = next(part.stages, None)
             if collective is not None:
-                bucket.works = self.issue(collective, stage)
+                part.works = self.issue(collective, stage)
         except BaseException as error:
             self.error = self.error or error
-            self.unfinished += bucket.works
-            bucket.end(error)
+            self.unfinished += part.works
+            part.end(error)
             if stage == 0:  # on the caller's thread, as a Ctrl-C is
                 raise
             return
         if collective is None:
-            bucket.end()
+            part.end()
         else:
-            self.inboxes[stage].put(bucket)
+            self.inboxes[stage].put(part)
 
     def issue(self, collective: Collective, stage: int) -> list[dist.Work]:
         traffic = collective.traffic

@@ -45,7 +45,7 @@ def fail(rank, late):
                 RuntimeError,
                 match='an earlier exchange failed: ZeroDivisionError: the me',
             ):
-                compressor._pipeline.start(iter(()), bucket)
+                compressor._pipeline.start([iter(())], bucket)
             raise AssertionError('ended in time')
         toy.train_step(ddp, rank, step)
 
@@ -55,6 +55,29 @@ def test_failure_between_collectives_ends_the_backward_pass(late):
     """The rank that failed says why, and waits for nobody."""
     with pytest.raises(AssertionError, match=r'rank \d failed') as error:
         run_ranks(fail, late, timeout_s=30)
+    assert 'did not end' not in str(error.value)
+
+
+class FailsInAPart(FailsBetweenCollectives):
+    """The bucket is one, and each parameter of it a part."""
+
+    _part_numel = 1
+
+
+def fail_in_a_part(rank):
+    ddp = toy.make_ddp(bucket_cap_mb=25)
+    ddp.register_comm_hook(None, adapt_hook(FailsInAPart().bind(ddp)))
+    for step in range(4):
+        if rank == 1 and step == 2:
+            with pytest.raises(RuntimeError, match='the method failed'):
+                toy.train_step(ddp, rank, step)
+            raise AssertionError('ended in time')
+        toy.train_step(ddp, rank, step)
+
+
+def test_failure_in_a_part_ends_the_backward_pass():
+    with pytest.raises(AssertionError, match=r'rank \d failed') as error:
+        run_ranks(fail_in_a_part, timeout_s=30)
     assert 'did not end' not in str(error.value)
 
 

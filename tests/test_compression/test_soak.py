@@ -98,10 +98,11 @@ def make(method, places):
 def run_serially():
     """From here on this process exchanges bucket after bucket, waiting."""
 
-    def start_and_wait(self, stages, buffer):
-        for stage, collective in enumerate(stages):
-            for work in self._line.issue(collective, stage):
-                work.wait()
+    def start_and_wait(self, parts, buffer):
+        for stages in parts:
+            for stage, collective in enumerate(stages):
+                for work in self._line.issue(collective, stage):
+                    work.wait()
         done = Future()
         done.set_result(buffer)
         return done
