@@ -31,10 +31,10 @@ from mmcv_custom.benchmark.assumed import look_ahead
 from mmcv_custom.benchmark.charts import draw
 from mmcv_custom.benchmark.chosen import let_choose
 from mmcv_custom.benchmark.cluster import Cluster
+from mmcv_custom.benchmark.endings import end_with_launcher
 from mmcv_custom.benchmark.hooks import DEFAULT_HOOKS, choose
 from mmcv_custom.benchmark.launching import (
     clean_exit,
-    end_with_launcher,
     run_emulated,
     run_local,
 )
@@ -233,7 +233,7 @@ def start_process_group(args: argparse.Namespace) -> None:
     launcher = args.launcher or 'pytorch'
     options = {}
     if args.store:
-        end_with_launcher(args.store)
+        end_with_launcher()
         options = {
             'init_method': f'file://{args.store}',
             'rank': int(os.environ['RANK']),

@@ -2,12 +2,10 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -15,15 +13,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from .endings import at_the_end
 from .links import DEVICE, Rate, machines
 
-__all__ = [
-    'clean_exit',
-    'end_with_launcher',
-    'first_failure',
-    'run_emulated',
-    'run_local',
-]
+__all__ = ['clean_exit', 'first_failure', 'run_emulated', 'run_local']
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
@@ -101,23 +94,6 @@ def run_emulated(
         return _run_ranks(commands, environments)
 
 
-def end_with_launcher(store: str) -> None:
-    """End this process, a rank, when the one that has started it ends.
-
-    That one ends its ranks itself, unless it is killed.
-
-    Args:
-        store: As it was passed; its folder is removed then.
-    """
-
-    def wait() -> None:
-        os.read(sys.stdin.fileno(), 1)  # nothing comes, but its end
-        shutil.rmtree(Path(store).parent, ignore_errors=True)
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def _environment(
     rank: int, world_size: int, node: int, ranks_per_node: int, device: str
 ) -> dict[str, str]:
@@ -146,7 +122,8 @@ def _run_ranks(
     with ExitStack() as stack:
         # Which a progress bar hides until it is done.
         stack.callback(Console().show_cursor)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = Path(tempfile.mkdtemp())
+        stack.enter_context(at_the_end('rm -rf -- "$1"', str(folder)))
         ranks = []
         for number, command in enumerate(commands):
             said = stack.enter_context((folder / f'said{number}').open('w'))

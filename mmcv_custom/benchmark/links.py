@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .endings import at_the_end
+
 __all__ = [
     'BURST_BYTES',
     'DEVICE',
@@ -27,9 +29,8 @@ _MAX_NODES = 254  # of one subnet
 # Small, as a step may send that much at once, whatever the rate; but not less
 # than the kernel's largest packets, which it would have to cut.
 BURST_BYTES = 128 * 2**10
-# Of a shell: when its input ends, remove the namespaces that are there.
+# Of a shell: remove those namespaces that are there.
 _REMOVE = """
-cat
 for name; do
     [ ! -e "/run/netns/$name" ] || ip netns del "$name"
 done
@@ -120,7 +121,7 @@ def machines(number: int, rates: Iterable[Rate] = ()) -> Iterator[list[str]]:
     prefix = f'bench{os.getpid()}'
     names = [f'{prefix}-{node}' for node in range(number)]
     switch = f'{prefix}-switch'
-    with _removed_at_the_end([switch, *names]):
+    with at_the_end(_REMOVE, switch, *names):  # before they are there
         for name in (switch, *names):
             _run(f'ip netns add {name}')
         _run(f'ip -n {switch} link add bridge type bridge')
@@ -173,21 +174,6 @@ def _plug_in(node: int, name: str, switch: str) -> None:
     _run(f'ip -n {name} addr add {address(node)}/24 dev {DEVICE}')
     _run(f'ip -n {name} link set {DEVICE} up')
     _run(f'ip -n {name} link set lo up')
-
-
-@contextlib.contextmanager
-def _removed_at_the_end(names: list[str]) -> Iterator[None]:
-    """Remove namespaces, those that are there, however this process ends."""
-    remover = subprocess.Popen(
-        ['sh', '-c', _REMOVE, 'sh', *names],
-        stdin=subprocess.PIPE,  # which ends with this process
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is not for it
-    )
-    try:
-        yield
-    finally:
-        remover.communicate()
 
 
 def _run(command: str) -> None:

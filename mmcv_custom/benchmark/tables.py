@@ -93,9 +93,9 @@ def _cluster_table(cluster: ClusterForecast, gradient_bytes: int) -> Table:
                 'hook': f.hook,
                 'sent MB': _megabytes(f.node_bytes),
                 'of gradients': f'{f.node_bytes / gradient_bytes:.3f}',
-                'step ms': f'{f.step_s * 1e3:.0f}',
-                '(range)': f'({f.low_s * 1e3:.0f}-{f.high_s * 1e3:.0f})',
-                'exposed ms': f'{f.exposed_s * 1e3:.0f}',
+                'step ms': _ms(f.step_s),
+                '(range)': f'({_ms(f.low_s)}-{_ms(f.high_s)})',
+                'exposed ms': _ms(f.exposed_s),
                 'speed': f'{f.speed:.2f}',
             }
             for f in cluster.forecasts
@@ -138,7 +138,8 @@ def _heading(report: Report) -> str:
         f'{describe_nodes(report)}, {s["cores"]} cores, '
         f'{s["backend"]}, torch {s["torch"]}, {s["rounds"]} rounds\n'
         f'one copy of the gradients {report.copy_s * 1e3:.1f} ms\n'
-        f"{report.buckets} buckets; checks of a hook's result "
+        f'{report.buckets} bucket{"s" * (report.buckets > 1)}; checks of a '
+        "hook's result "
         f'{report.guard_s * 1e6:.1f} us each\n'
     )
 
@@ -195,11 +196,11 @@ def _link_table(link: LinkResult) -> Table:
         low, high = step.lower_quartile, step.upper_quartile
         row = {
             'hook': timing.hook,
-            'step ms': f'{step.median * 1e3:.0f}',
-            '(quartiles)': f'({low * 1e3:.0f}-{high * 1e3:.0f})',
-            'exposed ms': f'{timing.exposed_s * 1e3:.0f}',
+            'step ms': _ms(step.median),
+            '(quartiles)': f'({_ms(low)}-{_ms(high)})',
+            'exposed ms': _ms(timing.exposed_s),
             'speed': f'{timing.speed:.2f}',
-            'floor ms': f'{timing.floor_s * 1e3:.0f}',
+            'floor ms': _ms(timing.floor_s),
             'ratio': f'{timing.ratio:.3f}',
         }
         if timing.net_ratio is not None:
@@ -232,4 +233,8 @@ def _megabytes(number: float | None) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f'{seconds * 1e3:.0f} ms'
+    return f'{_ms(seconds)} ms'
+
+
+def _ms(seconds: float) -> str:
+    return f'{seconds * 1e3:.{int(seconds < 0.01)}f}'

@@ -12,6 +12,7 @@ from .records import METRIC
 
 __all__ = ['check_hooks', 'check_options', 'check_seeds', 'read_settings']
 
+_LONGEST_NAME = 255  # of a folder, in bytes
 # What differs between the trainings of a comparison.
 _OURS = ('ddp_comm_hook', 'randomness.seed')
 
@@ -84,7 +85,7 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def check_hooks(hooks: Sequence[Choice], max_iters: int) -> None:
-    """Check that all hooks differ, and compress within a training.
+    """Check that all hooks differ, have a folder, and compress in time.
 
     Raises:
         ValueError: If not.
@@ -93,6 +94,11 @@ def check_hooks(hooks: Sequence[Choice], max_iters: int) -> None:
     for hook, name in zip(hooks, slugs, strict=True):
         if slugs.count(name) > 1:
             raise ValueError(f'the hook {hook.label} is named twice')
+        if len(name.encode()) > _LONGEST_NAME:
+            raise ValueError(
+                f'{hook.label} has more knobs than fit in the name of a '
+                'folder; give it a name in COMM_HOOKS, with these as defaults'
+            )
         if isinstance(hook.start, int) and hook.start >= max_iters:
             raise ValueError(
                 f'{hook.label} compresses from step {hook.start} on, and the '

@@ -36,9 +36,11 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         TrainingError: If somebody trains there.
     """
-    with (folder / '.lock').open('w') as file:
+    with ExitStack() as stack:
         try:
+            file = stack.enter_context((folder / '.lock').open('w'))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.set_inheritable(file.fileno(), True)
         except BlockingIOError:
             raise TrainingError(
                 f'{folder}: another comparison, or a training that it has '
@@ -46,8 +48,7 @@ def locked(folder: Path) -> Iterator[None]:
                 'take another --work-dir'
             ) from None
         except OSError:
-            pass  # a file system without locks
-        os.set_inheritable(file.fileno(), True)
+            pass  # no locks there; or read-only, so that nothing is trained
         yield
 
 

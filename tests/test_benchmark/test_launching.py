@@ -91,12 +91,14 @@ import os, time
 os.write(1, f'{os.getpid()}\n'.encode())
 time.sleep(60)
 """
-# A rank that looks after its launcher.
-GUARDED_WAIT = f"""
-import sys
-from mmcv_custom.benchmark.launching import end_with_launcher
-end_with_launcher(sys.argv[-1])
-{WAIT}"""
+# A rank that looks after its launcher, and holds the interpreter's lock.
+GUARDED_WAIT = r"""
+import ctypes, os
+from mmcv_custom.benchmark.endings import end_with_launcher
+end_with_launcher()
+os.write(1, f'{os.getpid()}\n'.encode())
+ctypes.PyDLL(None).sleep(60)
+"""
 REPO = Path(__file__).parents[2]
 
 
@@ -289,3 +291,18 @@ def test_refused_rate():
         with pytest.raises(LinkError, match='no link: tc '):
             limit(too_much, names[0])
     assert not _namespaces(os.getpid())
+
+
+def test_rank_whose_launcher_is_gone():
+    rank = subprocess.Popen(
+        [sys.executable, '-c', GUARDED_WAIT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, 'PYTHONPATH': str(REPO)},
+    )
+    # The pipe is closed before the rank comes to look at it.
+    output, errors = rank.communicate(timeout=60)
+    assert rank.returncode == 1
+    assert not output
+    assert b'started this rank is gone' in errors

@@ -213,3 +213,15 @@ def test_format_that_needs_what_is_not_there(tmp_path, monkeypatch):
         ValueError, match=r'--chart .*a\.pgf: xelatex not found'
     ):
         check_files(None, str(tmp_path / 'a.pgf'))
+
+
+def test_short_times_have_a_digit_more():
+    report = make_report()
+    short = dataclasses.replace(
+        report.links[0].timings[0], exposed_s=0.0004, floor_s=0.0099
+    )
+    link = dataclasses.replace(report.links[0], timings=[short])
+    report = dataclasses.replace(report, links=[link], buckets=1)
+    row = 'none 500 (400-600) 0.4 1.00 9.9 1.111 1.050 12.100'
+    assert row.split() in _lines(report)
+    assert '1 bucket; checks' in _text(report, 200)

@@ -260,3 +260,9 @@ def test_lock_outlives_a_comparison_that_was_killed(tmp_path):
         time.sleep(0.05)
     with locked(tmp_path):
         pass
+
+
+def test_folder_without_locks(tmp_path):
+    (tmp_path / '.lock').mkdir()  # it cannot be opened
+    with locked(tmp_path):
+        pass

@@ -16,6 +16,7 @@ from mmcv_custom.trainings.checks import (
     read_settings,
 )
 from mmcv_custom.trainings.plan import hook_options, slug
+from tests.test_benchmark.test_hooks import Picky
 from tests.test_tools.scripts import load_tool
 
 from .samples import INT8, make_comparison
@@ -138,6 +139,10 @@ def test_folder_is_of_one_comparison(tmp_path):
             'powersgd compresses from step 1000 on, and the training has 400',
         ),
         (["dict(type='powersgd', start_powerSGD_iter=400)"], 'an earlier'),
+        (
+            [f"dict(type='{Picky.__module__}.Picky', knob='{'x' * 250}')"],
+            'more knobs than fit in the name of a folder',
+        ),
     ],
 )
 def test_hooks_that_cannot_be_compared(texts, message):

@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
+from scipy.stats import ttest_rel
 
 from mmcv_custom.trainings.records import Record
-from mmcv_custom.trainings.results import Difference, Report
+from mmcv_custom.trainings.results import CONFIDENCE, Difference, Report
 
 from .samples import LABEL, make_comparison, make_report
 
@@ -83,3 +85,14 @@ def test_json(tmp_path):
     assert read['seeds'] == [0, 1, 2]
     assert [hook['mean'] for hook in read['hooks']] == [92, 92, 90]
     assert read['hooks'][2]['difference']['mean'] == -2
+
+
+def test_interval_is_that_of_a_paired_t_test():
+    generator = np.random.default_rng(0)
+    for count in (2, 3, 5, 20):
+        plain = generator.normal(93, 3, count)
+        values = plain + generator.normal(-0.2, 0.3, count)
+        found = Difference.of([*values], [*plain])
+        interval = ttest_rel(values, plain).confidence_interval(CONFIDENCE)
+        assert found.mean == pytest.approx(np.mean(values - plain))
+        assert (found.low, found.high) == pytest.approx((*interval,))
