@@ -156,6 +156,7 @@ class CommHookRunner(Runner):
         optim_wrapper = (
             self.optim_wrapper if options['save_optimizer'] else None
         )
+        self._state_folders.follow()
         with gathered_on_rank_0(optim_wrapper, self.logger):
             save_beside_checkpoint(
                 self, folder and folder / filename, options['meta']
@@ -228,6 +229,8 @@ class CommHookRunner(Runner):
             if lost is not None:
                 self.logger.error(lost)
             raise
+        finally:
+            self._state_folders.release()
 
     def val(self) -> dict:
         """Validate; a configured hook is not used."""

@@ -1,17 +1,20 @@
 """Remove the hook states on disk whose checkpoints are gone."""
 
 import re
+from contextlib import suppress
 from logging import Logger
 from pathlib import Path
 from string import Formatter
 
 from mmengine.dist import (
     all_gather_object,
-    broadcast_object_list,
     get_rank,
+    get_world_size,
     master_only,
 )
 from mmengine.fileio import FileClient, LocalBackend, get_file_backend
+
+from .notices import Notices
 
 __all__ = ['StateFolders', 'local_folder', 'state_folder']
 
@@ -52,7 +55,8 @@ class StateFolders:
     orphan if its checkpoint has been there, whoever wrote it, and is gone.
 
     Rank 0, which saves the checkpoints, sees that. Machines that do not share
-    its folder have the states of their ranks alone, and are told.
+    its folder have the states of their ranks alone, and are told. It waits
+    for no other rank, as ``save_checkpoint`` may be called on it alone.
 
     Args:
         logger: Gets a warning of what cannot be removed.
@@ -61,41 +65,67 @@ class StateFolders:
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
         self._complete: set[Path] = set()
-        self._gone: set[Path] = set()  # of which the other ranks do not know
         self._begins_in: Path | None = None
+        self._folders: list[Path] = []
+        self._notices = Notices()
 
     def begin_with(self, checkpoint: str) -> None:
         """Take the states beside a checkpoint that is resumed for our own."""
         self._begins_in = Path(checkpoint).absolute().parent
 
+    def begin(self, folders: list[Path]) -> None:
+        """Begin a training; a collective.
+
+        Args:
+            folders: Those of its checkpoints, in an order that is the same
+                on all ranks. The paths may differ.
+        """
+        self._folders = folders
+        self._notices.begin()
+
     @master_only
     def remove_orphans(self, folder: Path) -> None:
         """Remove the states whose checkpoints went since an earlier call."""
         self._complete |= {c for c in _checkpoints(folder) if c.exists()}
-        for checkpoint in [c for c in self._complete if not c.exists()]:
-            self._complete.remove(checkpoint)
-            self._gone.add(checkpoint)
-            self._remove(state_folder(checkpoint))
-
-    def follow(self, folders: list[Path]) -> None:
-        """Remove on all ranks what :meth:`remove_orphans` has on rank 0.
-
-        A collective: all ranks call it alike, when none is saving.
-
-        Args:
-            folders: Those of the run's checkpoints, in an order that is the
-                same on all ranks. The paths may differ.
-        """
-        # One that is back has a state again.
-        told = [(folders, [c for c in self._gone if not c.exists()])]
-        self._gone.clear()
-        broadcast_object_list(told)
-        theirs, gone = told[0]
-        own = dict(zip(theirs, folders, strict=True))
+        gone = [c for c in self._complete if not c.exists()]
+        self._complete -= {*gone}
         for checkpoint in gone:
-            folder = own.get(checkpoint.parent, checkpoint.parent)
-            if not (folder / checkpoint.name).exists():
-                self._remove(state_folder(folder / checkpoint.name))
+            self._remove(state_folder(checkpoint))
+        if gone:
+            self._notices.tell([[*map(str, self._folders)], [*map(str, gone)]])
+
+    def follow(self) -> None:
+        """Remove this rank's part of what rank 0 has removed so far.
+
+        To be called before a state is written: what is gone by then has been
+        told by then, and what is written anew is not taken for it.
+        """
+        for theirs, gone in self._notices.heard():
+            own = dict(zip(map(Path, theirs), self._folders, strict=True))
+            for checkpoint in map(Path, gone):
+                folder = own.get(checkpoint.parent, checkpoint.parent)
+                if not (folder / checkpoint.name).exists():
+                    self._remove(
+                        state_folder(folder / checkpoint.name), only_own=True
+                    )
+
+    def finish(self) -> None:
+        """Remove what is left to remove when the training is over."""
+        for folder in self._folders:
+            self.remove_orphans(folder)
+        self.release()
+        try:
+            self._notices.wait_for_end()
+        except RuntimeError as error:
+            self._logger.warning(f'rank 0 does not end its training: {error}')
+        self.follow()
+
+    @master_only
+    def release(self) -> None:
+        """Let the other ranks end their training, however this one ends."""
+        # The store may have gone with what ends this training.
+        with suppress(RuntimeError):
+            self._notices.end()
 
     def remove_leftovers(self, folder: Path, template: str) -> None:
         """Remove what a process has left that ended while it saved.
@@ -129,15 +159,25 @@ class StateFolders:
             for name in own:
                 self._remove(state_folder(folder / name), name in present)
 
-    def _remove(self, folder: Path, only_unfinished: bool = False) -> None:
-        """Remove our files, and the folder unless it has others."""
+    def _remove(
+        self,
+        folder: Path,
+        only_unfinished: bool = False,
+        only_own: bool = False,
+    ) -> None:
+        """Remove files of ours, and the folder unless it has others."""
         try:
             for part in folder.iterdir():
-                if part.match('rank[0-9]*.tmp') or (
-                    part.match('rank[0-9]*.pth') and not only_unfinished
+                found = re.fullmatch(r'rank(\d+)\.(pth|tmp)', part.name)
+                if (
+                    found is not None
+                    and not (only_unfinished and found[2] == 'pth')
+                    and not (only_own and _is_of_another(int(found[1])))
                 ):
                     part.unlink(missing_ok=True)
-            if not only_unfinished:
+            if not only_unfinished and not (
+                only_own and any(folder.iterdir())
+            ):
                 folder.rmdir()
         except FileNotFoundError:
             pass  # removed by another rank, and that is what was wanted
@@ -146,6 +186,11 @@ class StateFolders:
                 f'The remains in {folder}, of a save that was interrupted or '
                 f'a checkpoint that is gone, cannot be removed: {error}'
             )
+
+
+def _is_of_another(rank: int) -> bool:
+    """Whether a rank of this run is another than this one."""
+    return rank < get_world_size() and rank != get_rank()
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -1,6 +1,5 @@
 """The hook states on disk live and die with their checkpoints."""
 
-import functools
 import logging
 import shutil
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 import torch
 from mmengine.dist import master_only
 from mmengine.hooks import Hook
-from mmengine.runner import Runner
+from mmengine.runner import runner as mmengine_runner
 
 from mmcv_custom.engine.state_folders import StateFolders, local_folder
 from tests.ranks import run_ranks
@@ -108,21 +107,20 @@ def test_resumed_run_removes_the_states_of_the_earlier_one(
 
 def interrupt_and_resume(rank, work_dir, hook_options, iters, save):
     """The last of the saves ends after the states are written."""
-    saves, write = [], Runner.save_checkpoint
+    saves, write = [], mmengine_runner.save_checkpoint
 
-    @functools.wraps(write)
     def interrupted(*args, **kwargs):
         saves.append(args)
         if len(saves) == save:
             raise KeyboardInterrupt
         write(*args, **kwargs)
 
-    Runner.save_checkpoint = interrupted
+    mmengine_runner.save_checkpoint = interrupted
     try:
         train(rank, work_dir, POWERSGD, iters, hook_options)
     except KeyboardInterrupt:
         pass
-    Runner.save_checkpoint = write
+    mmengine_runner.save_checkpoint = write
     torch.distributed.barrier()
     before = saved(work_dir)
     torch.distributed.barrier()
@@ -315,32 +313,48 @@ def follow(rank, folder):
     """What goes while all ranks look on; none of it by a training."""
     folders = StateFolders(logging.getLogger('test'))
     own = [folder / f'machine{rank}' / name for name in 'ab']
-    names = 'gone', 'copied', 'back', 'only_in_b'
+    names = 'gone', 'copied', 'stays'
     states = {}
     for place in own:
         for name in names:
-            states[place.name, name] = leave_state(place / name)
+            states[place.name, name] = leave_state(
+                place / name, f'rank{rank}.pth', 'rank2.tmp'
+            )
             if rank == 0:
                 (place / name).touch()
+    folders.begin(own)
+    folders.follow()  # nobody has told anything
+    torch.distributed.barrier()
     if rank == 0:
         for place in own:
             folders.remove_orphans(place)
-        for name in names:
+        for name in ('gone', 'copied'):
             (own[0] / name).unlink()
         folders.remove_orphans(own[0])
-        (own[0] / 'back').touch()
     else:
         (own[0] / 'copied').touch()
-    folders.follow(own)
-    folders.follow(own)
-    return {key for key, state in states.items() if state.exists()}
+    torch.distributed.barrier()
+    folders.follow()
+    left = {key for key, state in states.items() if state.exists()}
+    # Another rank of this folder has its part again, or still.
+    leave_state(own[0] / 'gone')
+    folders.follow()
+    assert len([*states['a', 'gone'].iterdir()]) == 2
+    anothers = leave_state(own[1] / 'gone', f'rank{1 - rank}.pth')
+    torch.distributed.barrier()
+    if rank == 0:
+        (own[1] / 'gone').unlink()
+    folders.finish()
+    names = {'rank0.pth'} if rank else set()
+    assert {path.name for path in anothers.glob('*')} == names
+    return left
 
 
 def test_only_what_is_gone_everywhere_is_removed(tmp_path):
     first, second = run_ranks(follow, tmp_path)
-    others = {('b', name) for name in ('gone', 'copied', 'back', 'only_in_b')}
-    assert first == others
-    assert second == others | {('a', 'copied'), ('a', 'back')}
+    others = {('b', name) for name in ('gone', 'copied', 'stays')}
+    assert first == others | {('a', 'stays')}
+    assert second == first | {('a', 'copied')}
 
 
 def clean_up(rank, folder, begins_in):

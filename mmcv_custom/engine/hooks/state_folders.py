@@ -1,7 +1,6 @@
-"""Compare the hook states on disk with the checkpoints, in a training."""
+"""Compare the hook states on disk with the checkpoints, around a training."""
 
 from pathlib import Path
-from typing import Any
 
 from mmengine.dist import barrier
 from mmengine.hooks import CheckpointHook, Hook
@@ -14,11 +13,9 @@ __all__ = ['StateFoldersHook']
 
 @HOOKS.register_module()
 class StateFoldersHook(Hook):
-    """Removes what earlier processes, and saves of this one, leave behind.
+    """Removes what earlier processes and the last save have left behind.
 
-    ``CommHookRunner``, which does so on rank 0 after each save, registers it.
-    The other ranks follow here, as another may call ``save_checkpoint`` alone:
-    at times that depend on the config only, so that all come alike.
+    ``CommHookRunner``, which does the same around each save, registers it.
 
     Args:
         folders: The runner's.
@@ -28,53 +25,19 @@ class StateFoldersHook(Hook):
 
     def __init__(self, folders: StateFolders) -> None:
         self.folders = folders
-        self._local: list[tuple[CheckpointHook, Path]] = []
 
     def before_train(self, runner) -> None:
         """Clean up, and note which states have their checkpoints."""
-        self._local = _checkpoint_folders(runner)
-        for hook, folder in self._local:
+        found = _checkpoint_folders(runner)
+        self.folders.begin([folder for _, folder in found])
+        for hook, folder in found:
             self.folders.remove_leftovers(folder, hook.filename_tmpl)
             self.folders.remove_orphans(folder)
         barrier()  # until then no rank writes a state
 
-    def after_train_iter(
-        self,
-        runner,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict | None = None,
-    ) -> None:
-        """Clean up if a checkpoint was due."""
-        if any(
-            not hook.by_epoch
-            and hook.every_n_train_iters(
-                runner, hook.interval, hook.save_begin
-            )
-            for hook, _ in self._local
-        ):
-            self._follow()
-
-    def after_train_epoch(self, runner) -> None:
-        """Clean up, as a checkpoint may have been due."""
-        self._follow()
-
-    def after_val_epoch(
-        self, runner, metrics: dict[str, float] | None = None
-    ) -> None:
-        """Clean up, as it may have been the best; not without a training."""
-        self._follow()
-
     def after_train(self, runner) -> None:
         """Clean up, as nothing is saved any more."""
-        for _, folder in self._local:
-            self.folders.remove_orphans(folder)
-        self._follow()
-        self._local = []
-
-    def _follow(self) -> None:
-        if self._local:
-            self.folders.follow([folder for _, folder in self._local])
+        self.folders.finish()
 
 
 def _checkpoint_folders(runner) -> list[tuple[CheckpointHook, Path]]:
