@@ -207,9 +207,8 @@ def test_failed_rank_shows_why(tmp_path):
     # Read by each rank anew: the second one finds another file.
     config = tmp_path / 'config.py'
     config.write_text(
-        'import os\n'
         f'_base_ = {str(DEMO)!r}\n'
-        "if os.environ.get('RANK') == '1':\n"
+        "if '{{$RANK:0}}' == '1':\n"
         "    raise ValueError('only here')\n"
     )
     result = run(
