@@ -79,10 +79,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.predict = [Cluster.parse(words) for words in args.predict]
         args.cfg = load_config(args.config) if args.config else None
         check_options(args)
-    except (
-        *(ImportError, OSError, SyntaxError, TypeError, ValueError),
-        LinkError,
-    ) as error:
+    except (LinkError, OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     return args
 

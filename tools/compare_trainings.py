@@ -64,10 +64,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     try:
         args.comparison = plan(args)
-    except (
-        *(ImportError, OSError, SyntaxError, TypeError, ValueError),
-        LinkError,
-    ) as error:
+    except (LinkError, OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     return args
 
@@ -122,8 +119,8 @@ def plan(args: argparse.Namespace) -> Comparison:
     """Check all that can be checked before a training.
 
     Raises:
-        LinkError, OSError, SyntaxError, TypeError, ValueError: With one line
-            that says what is wrong.
+        LinkError, OSError, TypeError, ValueError: With one line that says
+            what is wrong.
         SystemExit: Likewise, for options that do not fit the config.
     """
     rate = Rate.parse(args.rate) if args.rate else None

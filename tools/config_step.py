@@ -158,13 +158,15 @@ def load_config(args: argparse.Namespace) -> Config:
         The config with launcher, overrides and work directory set.
 
     Raises:
-        SystemExit: If a custom module cannot be imported, or an override
-            does not fit the config.
+        SystemExit: If the file has a fault in its syntax, a custom module
+            cannot be imported, or an override does not fit the config.
     """
     try:
         cfg = Config.fromfile(args.config)
     except ImportError as error:
         sys.exit(f'{args.config}: {_failed_import(error)}')
+    except SyntaxError as error:
+        sys.exit(f'{args.config}: {error}')
     try:
         cfg.merge_from_dict(_keep_numbers(args.cfg_options, cfg))
     except (AttributeError, KeyError, TypeError) as error:

@@ -109,7 +109,7 @@ def _parse(text: str) -> Choice:
     try:
         spec.build()  # whose constructor checks the knobs
         json.dumps(config)  # as reports have it
-    except (OSError, TypeError, ValueError) as error:
+    except (ImportError, OSError, TypeError, ValueError) as error:
         raise ValueError(f'the hook {text}: {error}') from error
     return Choice(label_of(config), config)
 

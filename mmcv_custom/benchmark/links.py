@@ -179,4 +179,5 @@ def _plug_in(node: int, name: str, switch: str) -> None:
 def _run(command: str) -> None:
     result = subprocess.run(command.split(), capture_output=True, text=True)
     if result.returncode:
-        raise LinkError(f'no link: {command}: {result.stderr.strip()}')
+        reason, *_ = [*result.stderr.splitlines(), '']  # and its usage
+        raise LinkError(f'no link: {command}: {reason}')

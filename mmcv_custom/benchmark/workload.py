@@ -101,10 +101,14 @@ def load_config(path: str) -> Config:
     """Read a config, and check that a batch can be made for its model.
 
     Raises:
-        ValueError: If the model does not say the size of its pictures.
-        Exception: Whatever reading the file raises.
+        ValueError: If the model does not say the size of its pictures, or
+            the file cannot be read as a config.
+        OSError: If there is no such file.
     """
-    cfg = Config.fromfile(path)
+    try:
+        cfg = Config.fromfile(path)
+    except (ImportError, SyntaxError) as error:
+        raise ValueError(f'{path}: {error}') from error
     preprocessor = (cfg.get('model') or {}).get('data_preprocessor') or {}
     size = preprocessor.get('size')
     if not (isinstance(size, (list, tuple)) and len(size) == 2):

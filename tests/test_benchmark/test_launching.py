@@ -277,7 +277,7 @@ def test_killed_launcher_leaves_nothing(tmp_path):
 @needs_links
 def test_refused_rate():
     too_much = Rate.parse('1e30gbit')
-    with pytest.raises(LinkError, match=r'no link: tc .* rate 1000000000000'):
+    with pytest.raises(LinkError, match=r'no link: tc .* rate 10{12}.*\Z'):
         with machines(2, [Rate.parse('1gbit'), too_much]):
             raise AssertionError('not reached')
     with machines(2, [Rate.parse('7mbit')]) as names:

@@ -349,12 +349,17 @@ def test_slurm_that_has_not_started_it(monkeypatch, capsys):
     assert 'slurm, but SLURM_NTASKS is not set: start each' in error
 
 
-def test_config_with_a_fault_in_its_syntax(tmp_path, capsys):
-    (tmp_path / 'config.py').write_text('x = (')
-    with pytest.raises(SystemExit) as error:
-        TOOL.parse_args(['--config', str(tmp_path / 'config.py')])
-    assert error.value.code == 2
-    assert "error: '(' was never closed" in capsys.readouterr().err
+def test_config_that_cannot_be_read(tmp_path, capsys):
+    config = tmp_path / 'config.py'
+    for text, message in (
+        ('x = (', "'(' was never closed"),
+        ("custom_imports = dict(imports=['absent'])", 'Failed to import'),
+    ):
+        config.write_text(text)
+        with pytest.raises(SystemExit) as error:
+            TOOL.parse_args(['--config', str(config)])
+        assert error.value.code == 2
+        assert f'error: {config}: {message}' in capsys.readouterr().err
 
 
 def test_files_are_written_before_the_table(tmp_path, monkeypatch):

@@ -434,3 +434,11 @@ def test_no_thread_of_gloo_outlives_the_tool(tool, tmp_path):
     """One that frees tensors while the interpreter ends aborts it."""
     results = run_ranks(run_main, tool, tmp_path)
     assert results == [(False, False)] * 2
+
+
+def test_fault_in_the_syntax_names_the_file(tmp_path):
+    config = tmp_path / 'config.py'
+    config.write_text('x = (')
+    args = argparse.Namespace(config=str(config), work_dir=None)
+    with pytest.raises(SystemExit, match=f'^{config}: .* was never closed'):
+        CONFIG_STEP.load_config(args)
