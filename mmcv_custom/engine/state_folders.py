@@ -116,9 +116,13 @@ class StateFolders:
         self.release()
         try:
             self._notices.wait_for_end()
+            self.follow()
         except RuntimeError as error:
-            self._logger.warning(f'rank 0 does not end its training: {error}')
-        self.follow()
+            # It may hang, or have ended already and the store with it.
+            self._logger.warning(
+                'What rank 0 has told of checkpoints that are gone cannot be '
+                f'read, so their states may remain here: {error}'
+            )
 
     @master_only
     def release(self) -> None:
