@@ -52,6 +52,7 @@ class Auto(SeveralHooks):
         TypeError, ValueError: If an argument, or a candidate, is wrong.
     """
 
+    # Read by the engine alone, as is_measuring and in_turn: see registry.py.
     is_choice = True  # between hooks, each of which may have a wrapper
 
     def __init__(
