@@ -68,6 +68,8 @@ class ScaledFP16(Compressor):
     def load_counters(self, state: dict[str, Any]) -> None:
         """As in the base class."""
         super().load_counters(state)
+        if not self._parameters:  # bind() loads them once more
+            return
         # Those of others would not change any more, and set all scales.
         wide = [n for n, p in self._parameters.items() if is_compressible(p)]
         self.magnitudes = {

@@ -120,8 +120,12 @@ class Pipeline:
         # They end in their order. And before anything can end it: then no
         # thread has to add a callback.
         future = started[-1].done.then(started[-1].result)
-        for part in started:
-            self._line.advance(part, 0)
+        try:
+            for part in started:
+                self._line.advance(part, 0)
+        except BaseException as error:  # perhaps a Ctrl-C between two
+            self._line.error = self._line.error or error
+            raise
         return future
 
     def close(self) -> None:

@@ -151,7 +151,7 @@ class PowerSGD(Compressor):
         is_right = self._is_right_known(state.get('compressed_steps', 0))
         for name, vectors in bases.items():
             if name not in self._bases.matrices:
-                continue  # the base class says so
+                continue  # what becomes of it, the base class says
             matrix = self._bases.matrices[name]
             expected = (matrix.rank, matrix.side(is_right))
             if tuple(vectors.shape) != expected:

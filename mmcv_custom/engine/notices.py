@@ -1,6 +1,10 @@
 """What rank 0 tells the other ranks, of which it waits for none."""
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from logging import Logger
 from typing import Any
 
 import torch.distributed as dist
@@ -12,63 +16,86 @@ __all__ = ['Notices']
 _KEY = 'mmcv_custom/notices'
 
 
+def _while_it_answers(
+    method: Callable[..., None],
+) -> Callable[..., None]:
+    """Do nothing once the store does not answer; a warning says so."""
+
+    @wraps(method)
+    def call(self: 'Notices', *args: Any) -> None:
+        if self._store is None:
+            return
+        try:
+            method(self, self._store, *args)
+        except RuntimeError as error:
+            self._store = None
+            self._logger.warning(
+                'The store of the process group does not answer, so hook '
+                'states of checkpoints that are gone may remain on machines '
+                f'without a shared folder: {error}'
+            )
+
+    return call
+
+
 class Notices:
     """Messages from rank 0, in the store of the process group.
 
-    With MPI, which has no store, nothing is told.
+    With MPI, which has no store, nothing is told. Nor is it when the store is
+    gone, which may end before the training does: with rank 0 or a launcher.
+
+    Args:
+        logger: Gets a warning when that is noticed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
         self._store: dist.Store | None = None
+        self._key = ''  # of this conversation: there may be others
         self._read = 0
-        self._end = ''
 
     def begin(self) -> None:
         """Begin a conversation; a collective."""
-        self._store = _get_default_store() if is_distributed() else None
-        if self._store is None:
+        self._store = None
+        store = _get_default_store() if is_distributed() else None
+        if store is None:
             return
-        begin = [0, 0]
-        if get_rank() == 0:
-            begin = [self._count(), self._store.add(f'{_KEY}/begun', 1)]
-        broadcast_object_list(begin)
-        self._read, number = begin
-        self._end = f'{_KEY}/end{number}'
+        number = [store.add(_KEY, 1) if get_rank() == 0 else 0]
+        broadcast_object_list(number)
+        self._key, self._read = f'{_KEY}/{number[0]}', 0
+        self._store = store
 
-    def tell(self, message: Any) -> None:
+    @_while_it_answers
+    def tell(self, store: dist.Store, message: Any) -> None:
         """Tell all others; on rank 0.
 
         Args:
             message: Of lists and strings.
         """
-        if self._store is not None:
-            self._store.set(f'{_KEY}/{self._count()}', json.dumps(message))
-            self._store.add(_KEY, 1)
+        number = store.add(self._key, 0)
+        store.set(f'{self._key}/{number}', json.dumps(message))
+        store.add(self._key, 1)
 
     def heard(self) -> list[Any]:
         """Return what was told since the last call, without waiting."""
-        if self._store is None:
-            return []
-        first, self._read = self._read, self._count()
-        return [
-            json.loads(self._store.get(f'{_KEY}/{number}'))
-            for number in range(first, self._read)
-        ]
+        told: list[Any] = []
+        self._hear(told)
+        return told
+
+    @_while_it_answers
+    def _hear(self, store: dist.Store, told: list[Any]) -> None:
+        for number in range(self._read, store.add(self._key, 0)):
+            told.append(json.loads(store.get(f'{self._key}/{number}')))
+            self._read += 1
 
     def end(self) -> None:
         """Say that nothing more will be told; on rank 0."""
         if self._store is not None:
-            self._store.set(self._end, 'true')
+            # It may have gone with what ends the training.
+            with suppress(RuntimeError):
+                self._store.set(f'{self._key}/end', 'true')
 
-    def wait_for_end(self) -> None:
-        """Wait until rank 0 has said so.
-
-        Raises:
-            RuntimeError: If it has not within the time limit of the store.
-        """
-        if self._store is not None:
-            self._store.wait([self._end])
-
-    def _count(self) -> int:
-        assert self._store is not None
-        return self._store.add(_KEY, 0)
+    @_while_it_answers
+    def wait_for_end(self, store: dist.Store) -> None:
+        """Wait until rank 0 has said so, for the store's time limit."""
+        store.wait([f'{self._key}/end'])

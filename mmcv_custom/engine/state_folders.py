@@ -1,7 +1,6 @@
 """Remove the hook states on disk whose checkpoints are gone."""
 
 import re
-from contextlib import suppress
 from logging import Logger
 from pathlib import Path
 from string import Formatter
@@ -67,7 +66,7 @@ class StateFolders:
         self._complete: set[Path] = set()
         self._begins_in: Path | None = None
         self._folders: list[Path] = []
-        self._notices = Notices()
+        self._notices = Notices(logger)
 
     def begin_with(self, checkpoint: str) -> None:
         """Take the states beside a checkpoint that is resumed for our own."""
@@ -114,22 +113,13 @@ class StateFolders:
         for folder in self._folders:
             self.remove_orphans(folder)
         self.release()
-        try:
-            self._notices.wait_for_end()
-            self.follow()
-        except RuntimeError as error:
-            # It may hang, or have ended already and the store with it.
-            self._logger.warning(
-                'What rank 0 has told of checkpoints that are gone cannot be '
-                f'read, so their states may remain here: {error}'
-            )
+        self._notices.wait_for_end()
+        self.follow()
 
     @master_only
     def release(self) -> None:
         """Let the other ranks end their training, however this one ends."""
-        # The store may have gone with what ends this training.
-        with suppress(RuntimeError):
-            self._notices.end()
+        self._notices.end()
 
     def remove_leftovers(self, folder: Path, template: str) -> None:
         """Remove what a process has left that ended while it saved.

@@ -218,6 +218,17 @@ def test_scales_are_those_of_the_model():
             assert torch.equal(mean, fresh)
 
 
+def load_before_it_is_bound(rank):
+    compressor = ScaledFP16()
+    compressor.load_counters({'magnitudes': {'w': 2.0}})
+    start(compressor, Leaves({'w': (20,)}))
+    assert compressor.magnitudes == {'w': 2.0}
+
+
+def test_counters_that_come_before_the_model_stay():
+    run_ranks(load_before_it_is_bound, world_size=1)
+
+
 def bind_a_copy_to_another_model(rank):
     compressor = ScaledFP16()
     average(start(compressor, Leaves({'w': (20,)})), [torch.ones(20)])

@@ -504,6 +504,26 @@ def test_other_ways_to_use_a_model():
         assert {*kept.values()} == {(32, 'int8')}
 
 
+def load_on_one_rank_alone(rank):
+    """As where the others' part turns out not to fit."""
+    _, auto = start(['fp16_scaled', LATE_POWERSGD])
+    instances = [each.instance for each in auto._hooks.values()][1:]
+    at_first = [each.state_dict() for each in instances]
+    if rank == 0:
+        for each in instances:
+            each.load_counters(
+                {'step': 7, 'compressed_steps': 5, 'magnitudes': {'w': 1.0}}
+            )
+        assert [each.state_dict() for each in instances] != at_first
+    auto.load_counters({'step': 9})
+    assert [each.state_dict() for each in instances] == at_first
+    assert auto.step == 9
+
+
+def test_all_ranks_begin_anew_alike():
+    run_ranks(load_on_one_rank_alone)
+
+
 class NeverSays(user_hooks.Stateful):
     """Its settle() returns nothing."""
 

@@ -211,8 +211,7 @@ class Auto(SeveralHooks):
 
     def load_counters(self, state: dict[str, Any]) -> None:
         """Go on counting, and try anew, unless the others are let go of."""
-        for each in self._having('load_counters'):
-            each.load_counters({})
+        self._begin_anew()
         self._take_over(state)
         if PLAIN.option in self._hooks:
             self._kept = None

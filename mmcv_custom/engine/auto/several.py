@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...compression import Training
 from ...compression.collective import Sent
 from ..binding import backend_obstacle, bind_comm_hook, check_backend
+from ..hook_state import has_state
 from ..spec import CommHook
 
 __all__ = ['SeveralHooks', 'log']
@@ -31,6 +33,7 @@ class SeveralHooks:
         # Neither left out nor let go of.
         self._hooks = dict(enumerate(hooks))
         self._sent, self._skipped = Sent(), 0  # of those let go of
+        self._counters: dict[int, dict[str, Any]] = {}  # as they begin
         self.topology = hooks[0].instance.topology  # until they are bound
 
     def bind(self, ddp: DistributedDataParallel) -> 'SeveralHooks':
@@ -48,6 +51,12 @@ class SeveralHooks:
                 log(f'{hook.label} is left out: {obstacle}', logging.WARNING)
         for hook in self._hooks.values():
             bind_comm_hook(hook, ddp)
+        self._counters = {
+            number: deepcopy(
+                {k: v for k, v in state.items() if k != 'tensors'}
+            )
+            for number, state in self._states()
+        }
         self.topology = first.instance.topology
         return self
 
@@ -187,6 +196,17 @@ class SeveralHooks:
         if not hasattr(hook.instance, 'step_bytes'):
             return None
         return hook.instance.step_bytes(hook.spec.bucket_dtype)
+
+    def _begin_anew(self) -> None:
+        """Let them forget what has been loaded, perhaps on some ranks."""
+        for number in self._hooks:
+            counters = self._counters.get(number, {})
+            self._tell(number, 'load_counters', counters)
+
+    def _states(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for number, hook in self._hooks.items():
+            if has_state(hook):
+                yield number, hook.instance.state_dict()
 
     def _sampled(self) -> Iterator[Any]:
         for hook in self._hooks.values():
