@@ -481,3 +481,28 @@ def test_nothing_is_measured_without_a_log(tmp_path):
     for calls, scalars in run_ranks(train_without_lines, tmp_path):
         assert calls == 4  # a bucket in each step
         assert not scalars & NAMES
+
+
+def resume_figures(rank, work_dir):
+    logs = []
+    for iters, resume in ((4, False), (8, True)):
+        runner = make_runner(
+            work_dir,
+            'fp16',
+            iters,
+            resume=resume,
+            default_hooks={'logger': settings(2)['logger']},
+            log_processor={'by_epoch': False},
+        )
+        runner.train()
+        logs.append(log_of(runner) if rank == 0 else '')
+    return logs
+
+
+def test_a_resume_does_not_look_for_figures(tmp_path):
+    """They are not in checkpoints, and MMEngine does not miss them."""
+    (first, resumed), _ = run_ranks(resume_figures, tmp_path)
+    assert 'sent_mib' in first
+    assert 'sent_mib' in resumed
+    assert ', iter: 4\n' in resumed
+    assert 'not defined in message_hub' not in resumed

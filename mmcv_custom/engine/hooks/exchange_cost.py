@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mmengine.hooks import Hook, LoggerHook
-from mmengine.logging import MessageHub
+from mmengine.logging import HistoryBuffer, MessageHub
 from mmengine.registry import HOOKS
 
 from ..exchange_advice import (
@@ -179,7 +179,11 @@ class ExchangeCostHook(Hook):
         self._told = {*scalars}
         for name, value in scalars.items():
             # Not for checkpoints: after a resume they are of another run.
-            hub.update_scalar(f'train/{name}', value, resumed=False)
+            # And a hub that is told so warns of each that it does not find.
+            buffer = hub.log_scalars.setdefault(
+                f'train/{name}', HistoryBuffer()
+            )
+            buffer.update(value)
 
     def _figures(self) -> dict[str, float]:
         """Return what the ranks agree on, by name, as far as there is any."""
