@@ -5,13 +5,11 @@ import os
 
 import torch
 
+from ..engine.cpu_group import check_slurm
 from .charts import check_files
 from .links import check_rights
 
 __all__ = ['check_options', 'is_rank']
-
-# Of each process, by srun; as MMEngine reads them.
-_SLURM = 'SLURM_NODELIST SLURM_PROCID SLURM_LOCALID SLURM_NTASKS'.split()
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -86,7 +84,8 @@ def _check_place(args: argparse.Namespace) -> None:
                 'under a launcher, machines and network are what they are: '
                 'leave out --rate, --ranks, --nodes and --ranks-per-node'
             )
-        _check_slurm(args.launcher)
+        if args.launcher == 'slurm':
+            check_slurm()
     elif args.rate:
         if args.ranks:
             raise ValueError(
@@ -109,12 +108,3 @@ def _check_place(args: argparse.Namespace) -> None:
             raise ValueError(
                 f'--ranks {args.ranks}, but there are {gpus} GPUs'
             )
-
-
-def _check_slurm(launcher: str | None) -> None:
-    missing = [name for name in _SLURM if name not in os.environ]
-    if launcher == 'slurm' and missing:
-        raise ValueError(
-            f'--launcher slurm, but {", ".join(missing)} is not set: start '
-            'each process by srun'
-        )

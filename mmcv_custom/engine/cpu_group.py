@@ -15,9 +15,11 @@ from torch.distributed.constants import default_pg_timeout
 from ..compression.groups import ENDS_GROUPS
 from .gloo import init_gloo
 
-__all__ = ['end_group', 'init_cpu_group']
+__all__ = ['check_slurm', 'end_group', 'init_cpu_group']
 
 CPU_BACKENDS = ('gloo', 'mpi', 'ucc')
+# Of each process, by srun; as MMEngine reads them.
+_SLURM = 'SLURM_NODELIST SLURM_PROCID SLURM_LOCALID SLURM_NTASKS'.split()
 
 
 def init_cpu_group(
@@ -46,8 +48,8 @@ def init_cpu_group(
         **options: More options of ``init_process_group``.
 
     Raises:
-        ValueError: For a backend of accelerators, another launcher, or a
-            timeout that is no positive number.
+        ValueError: For a backend of accelerators, another launcher, Slurm's
+            without it, or a timeout that is no positive number.
         RuntimeError: If gloo cannot connect the processes.
     """
     backend = backend or 'gloo'
@@ -106,7 +108,22 @@ def _check_config(backend: str, timeout: float | None) -> None:
             )
 
 
+def check_slurm() -> None:
+    """See that Slurm has started this process.
+
+    Raises:
+        ValueError: If not.
+    """
+    missing = [name for name in _SLURM if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"the launcher is 'slurm', but {', '.join(missing)} is not set: "
+            'start each process by srun'
+        )
+
+
 def _translate_slurm_environment(port: int | None) -> None:
+    check_slurm()
     hosts = subprocess.run(
         ['scontrol', 'show', 'hostname', os.environ['SLURM_NODELIST']],
         check=True,

@@ -87,6 +87,14 @@ def test_bad_options_are_named(options, error, message):
         init_cpu_group(**{'launcher': 'pytorch', **options})
 
 
+def test_slurm_that_has_not_started_it(monkeypatch):
+    for name in 'NODELIST PROCID LOCALID'.split():
+        monkeypatch.setenv(f'SLURM_{name}', '0')
+    monkeypatch.delenv('SLURM_NTASKS', raising=False)
+    with pytest.raises(ValueError, match='SLURM_NTASKS is not set: start'):
+        init_cpu_group('slurm')
+
+
 @mock.patch.dict(os.environ)
 def start_under_slurm(rank, port, folder):
     scontrol = folder / f'scontrol{rank}' / 'scontrol'

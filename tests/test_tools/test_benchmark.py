@@ -346,7 +346,7 @@ def test_slurm_that_has_not_started_it(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         TOOL.parse_args(['--launcher', 'slurm'])
     error = capsys.readouterr().err
-    assert 'slurm, but SLURM_NTASKS is not set: start each' in error
+    assert "'slurm', but SLURM_NTASKS is not set: start each" in error
 
 
 def test_config_that_cannot_be_read(tmp_path, capsys):
