@@ -257,13 +257,14 @@ def is_running(process):
 
 
 INTERRUPTED = """
-import time
-from pathlib import Path
+import signal
 
 from tests.ranks import run_ranks
 from tests.test_ranks import process_id, sleep
 
 if __name__ == '__main__':
+    # A shell's background command, as the tests may be, ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     idle = run_ranks(process_id, world_size=3)
     print(*idle, flush=True)
     run_ranks(sleep)
