@@ -16,6 +16,7 @@ from .spec import CommHook
 from .state_folders import state_folder
 
 __all__ = [
+    'counters_in',
     'has_state',
     'load_hook_state',
     'restore_from_checkpoint',
@@ -221,6 +222,11 @@ def _gather_problems(problem: str | None) -> list[str]:
     ]
 
 
+def counters_in(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what is alike on all ranks of a hook's state."""
+    return {k: v for k, v in state.items() if k != 'tensors'}
+
+
 def _counters_of(
     part: dict[str, Any] | None, record: dict[str, Any]
 ) -> dict[str, Any] | None:
@@ -231,7 +237,7 @@ def _counters_of(
         or not isinstance(part.get('state'), dict)
     ):
         return None
-    return {k: v for k, v in part['state'].items() if k != 'tensors'}
+    return counters_in(part['state'])
 
 
 def _start_empty(instance: Any, counters: dict[str, Any] | None) -> None:

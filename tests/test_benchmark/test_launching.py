@@ -1,5 +1,6 @@
 """Ranks, machines and links are there, and then they are gone."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -184,17 +185,23 @@ def test_failed_rank_ends_all(run, script, ending, said, capfd):
     assert not _namespaces(os.getpid())
 
 
+@contextlib.contextmanager
+def _launched(program, folder):
+    """Yield a launcher, and its ranks, whose temporary files are there."""
+    launcher = subprocess.Popen(
+        [sys.executable, '-c', RUN, program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, 'PYTHONPATH': str(REPO), 'TMPDIR': str(folder)},
+    )
+    with launcher:
+        yield launcher, [int(launcher.stdout.readline()) for _ in range(4)]
+
+
 @needs_links
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_signal_leaves_nothing(number, tmp_path):
-    launcher = subprocess.Popen(
-        [sys.executable, '-c', RUN, WAIT],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, 'PYTHONPATH': str(REPO), 'TMPDIR': str(tmp_path)},
-    )
-    with launcher:
-        ranks = [int(launcher.stdout.readline()) for _ in range(4)]
+    with _launched(WAIT, tmp_path) as (launcher, ranks):
         # Two machines, and what is between them.
         assert len(_namespaces(launcher.pid)) == 3
         assert len([*tmp_path.iterdir()]) == 1
@@ -252,14 +259,7 @@ def test_rights(monkeypatch):
 
 @needs_links
 def test_killed_launcher_leaves_nothing(tmp_path):
-    launcher = subprocess.Popen(
-        [sys.executable, '-c', RUN, GUARDED_WAIT],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, 'PYTHONPATH': str(REPO), 'TMPDIR': str(tmp_path)},
-    )
-    with launcher:
-        ranks = [int(launcher.stdout.readline()) for _ in range(4)]
+    with _launched(GUARDED_WAIT, tmp_path) as (launcher, ranks):
         assert len(_namespaces(launcher.pid)) == 3
         launcher.kill()  # which it cannot catch
     left = [

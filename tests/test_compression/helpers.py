@@ -9,6 +9,7 @@ import threading
 from collections import namedtuple
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -242,3 +243,16 @@ def record_collectives():
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
+
+
+@contextlib.contextmanager
+def without_cuda():
+    """Let calls of CUDA fail meanwhile."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError('a call of CUDA on CPU')
+
+    with pytest.MonkeyPatch.context() as patch:
+        for function in ('synchronize', 'current_stream', 'Stream', 'Event'):
+            patch.setattr(torch.cuda, function, refuse)
+        yield

@@ -64,15 +64,20 @@ class FailsInAPart(FailsBetweenCollectives):
     _part_numel = 1
 
 
-def fail_in_a_part(rank):
-    ddp = toy.make_ddp(bucket_cap_mb=25)
-    ddp.register_comm_hook(None, adapt_hook(FailsInAPart().bind(ddp)))
+def fail_in_step_2(rank, compressor, message, **options):
+    """Train until rank 1's backward pass ends with a message."""
+    ddp = toy.make_ddp(**options)
+    ddp.register_comm_hook(None, adapt_hook(compressor.bind(ddp)))
     for step in range(4):
         if rank == 1 and step == 2:
-            with pytest.raises(RuntimeError, match='the method failed'):
+            with pytest.raises(RuntimeError, match=message):
                 toy.train_step(ddp, rank, step)
             raise AssertionError('ended in time')
         toy.train_step(ddp, rank, step)
+
+
+def fail_in_a_part(rank):
+    fail_in_step_2(rank, FailsInAPart(), 'the method failed', bucket_cap_mb=25)
 
 
 def test_failure_in_a_part_ends_the_backward_pass():
@@ -93,15 +98,7 @@ class FailsToIssue(Int8):
 
 
 def fail_to_issue(rank):
-    ddp = toy.make_ddp()
-    compressor = FailsToIssue().bind(ddp)
-    ddp.register_comm_hook(None, adapt_hook(compressor))
-    for step in range(4):
-        if rank == 1 and step == 2:
-            with pytest.raises(RuntimeError, match='division by zero'):
-                toy.train_step(ddp, rank, step)
-            raise AssertionError('ended in time')
-        toy.train_step(ddp, rank, step)
+    fail_in_step_2(rank, FailsToIssue(), 'division by zero')
 
 
 def test_collective_that_cannot_be_issued_ends_the_backward_pass():

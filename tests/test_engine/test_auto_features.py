@@ -17,7 +17,12 @@ from mmcv_custom.compression.groups import ENDS_GROUPS
 from mmcv_custom.engine import build_comm_hook
 from tests import toy, user_hooks
 from tests.ranks import run_ranks
-from tests.test_compression.helpers import Leaves, count_groups, draw
+from tests.test_compression.helpers import (
+    Leaves,
+    count_groups,
+    draw,
+    without_cuda,
+)
 from tests.test_compression.test_lifetime import end_in_order
 from tests.test_compression.test_odd_models import PARAMETERS, Odd
 from tests.test_engine.trials import (
@@ -283,13 +288,8 @@ def test_every_wrong_result_is_an_error_on_every_rank():
 
 
 def train_twice_without_cuda(rank):
-    def refuse(*args, **kwargs):
-        raise AssertionError('a call of CUDA on CPU')
-
     runs = []
-    with pytest.MonkeyPatch.context() as patch:
-        for function in ('synchronize', 'current_stream', 'Stream', 'Event'):
-            patch.setattr(torch.cuda, function, refuse)
+    with without_cuda():
         for _ in range(2):
             with known_times({INT8_NAME: 0.5}) as clock:
                 ddp, auto = start(['fp16_scaled', INT8])

@@ -16,6 +16,7 @@ from mmcv_custom.compression import Int8, PowerSGD, ScaledFP16
 from mmcv_custom.contract import adapt_hook
 from tests import toy
 from tests.ranks import run_ranks
+from tests.test_compression.helpers import without_cuda
 from tests.test_engine.test_compression_hook import SGD, amp_on_cpu
 from tests.test_engine.test_hook_state import POWERSGD, Branches
 from tests.test_engine.toy_runner import (
@@ -104,14 +105,8 @@ def test_samples_that_cannot_be_shared_out(
 
 def train_twice_without_cuda(rank, name):
     """R23, R24: the same gradients twice, and nothing of CUDA is called."""
-
-    def refuse(*args, **kwargs):
-        raise AssertionError('a call of CUDA on CPU')
-
     runs = []
-    with pytest.MonkeyPatch.context() as patch:
-        for function in ('synchronize', 'current_stream', 'Stream', 'Event'):
-            patch.setattr(torch.cuda, function, refuse)
+    with without_cuda():
         for _ in range(2):
             ddp, _ = compressed_toy(name)
             runs.append(

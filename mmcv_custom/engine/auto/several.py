@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...compression import Training
 from ...compression.collective import Sent
 from ..binding import backend_obstacle, bind_comm_hook, check_backend
-from ..hook_state import has_state
+from ..hook_state import counters_in, has_state
 from ..spec import CommHook
 
 __all__ = ['SeveralHooks', 'log']
@@ -52,10 +52,9 @@ class SeveralHooks:
         for hook in self._hooks.values():
             bind_comm_hook(hook, ddp)
         self._counters = {
-            number: deepcopy(
-                {k: v for k, v in state.items() if k != 'tensors'}
-            )
-            for number, state in self._states()
+            number: deepcopy(counters_in(hook.instance.state_dict()))
+            for number, hook in self._hooks.items()
+            if has_state(hook)
         }
         self.topology = first.instance.topology
         return self
@@ -202,11 +201,6 @@ class SeveralHooks:
         for number in self._hooks:
             counters = self._counters.get(number, {})
             self._tell(number, 'load_counters', counters)
-
-    def _states(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        for number, hook in self._hooks.items():
-            if has_state(hook):
-                yield number, hook.instance.state_dict()
 
     def _sampled(self) -> Iterator[Any]:
         for hook in self._hooks.values():
